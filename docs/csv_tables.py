@@ -12,6 +12,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.structure.files import File, Files
+
+SORT = Path(__file__).parent.parent / "attnsweep/reports/assets/sort.js"
 PROBLEMS = re.compile(r"<!-- problems: (\S+\.csv) -->.*<!-- /problems -->", re.DOTALL)
 COLUMNS = {
     "card": "card",
@@ -27,6 +30,13 @@ COLUMNS = {
 }
 _TEXT = ("card", "problem", "base", "spec", "notes")
 _LABEL = re.compile(r"\(\d+,[\d/]+,(\d+)(?:x(\d+))?,([\d/]+)\) (\w+) (.*)")
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """The files of the site, with the script that sorts the tables of a run's page too."""
+    text = SORT.read_text(encoding="utf-8")
+    files.append(File.generated(config, "javascripts/sort.js", content=text))
+    return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:

@@ -6,7 +6,8 @@ every candidate got in the same way; later rounds time only the best again.
 - Pairs: candidates that differ in this parameter only. Nothing else can explain the ratio of their
   times, but the values of the others are those that rules and the search left.
 - Share of variance: how much of the variance of the logarithm of all times lies between the groups
-  of equal value. Rules tie parameters together, so shares need not sum to 1.
+  of equal value. Rules tie parameters together, so each has what is left of it once the groups of
+  those with a larger share are levelled: shares and the rest of combinations and noise sum to 1.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, combinations
-from operator import add, mul, sub
+from operator import add, sub
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from attnsweep.core.problem import Value
 from attnsweep.core.trial import OURS, Status, Trial
@@ -46,10 +50,10 @@ class ValueEffect:
 class Effect:
     """The effect of one parameter. reference: the winner's value.
 
-    share: share of the variance of log time between the groups of equal value, adjusted for their
-    number (0 if chance alone would explain as much), None if no group has two candidates. pairs:
-    all pairs that differ in this parameter only. spread: median over these pairs of the slower time
-    over the faster, None without pairs.
+    share: share of the variance of log time between the groups of equal value, beyond what larger
+    shares explain, adjusted for their number (0 if chance alone would explain as much); None if no
+    group has two candidates. pairs: all pairs that differ in this parameter only. spread: median
+    over these pairs of the slower time over the faster, None without pairs.
     """
 
     name: str
@@ -109,6 +113,7 @@ def effects(
         whole = [*map(add, whole, column.digits)]
         weight *= len(column.values) + 1
     found: list[Effect] = []
+    digits = {name: [*column.digits] for name, column in columns.items()}
     for name, value in reference.config.items():
         if name in varied:
             others = [*map(sub, whole, varied[name].digits)]
@@ -125,6 +130,9 @@ def effects(
             # A parameter that changes with its axis only has no pairs: the axis stands for it.
             told = set(names) if any(e.pairs for e in of_axis) else set()
             found = [e for e in found if e.pairs or e.name not in told] + of_axis
+            digits[axis] = column.digits
+    shares = _shares({e.name: digits[e.name] for e in found}, [log for _, log in times])
+    found = [replace(e, share=shares[e.name]) for e in found]
     return sorted(found, key=lambda e: (-(e.share or 0.0), -(e.spread or 1.0), e.name))
 
 
@@ -208,28 +216,64 @@ def _effect(
         )
         for digit in sorted(logs, key=lambda digit: in_order(values[digit]))
     )
-    share, spread = _share([*logs.values()]), statistics.median(spreads) if spreads else None
+    spread = statistics.median(spreads) if spreads else None
     count = sum(map(len, logs.values()))
-    return [Effect(name, reference, count, share, len(spreads), spread, shown, tuple(sets))]
+    return [Effect(name, reference, count, None, len(spreads), spread, shown, tuple(sets))]
 
 
-def _share(groups: Sequence[Sequence[float]]) -> float | None:
-    """Share of the variance that lies between groups (epsilon squared), at least 0.
+def _shares(columns: Mapping[str, Sequence[int]], logs: Sequence[float]) -> dict[str, float | None]:
+    """Each setting's share of the variance of the logarithms, the largest taken first.
 
-    Unlike eta squared, it does not grow with the number of groups alone. None if every group is a
-    single row, or if nothing varies.
+    Between groups as epsilon squared has it, which, unlike eta squared, does not grow with their
+    number alone. The groups of a setting are levelled before the next is looked at.
     """
-    values = [*chain.from_iterable(groups)]
-    count = len(values)
-    if count <= len(groups):
-        return None
-    squares: float = sum(map(mul, values, values))
-    total = squares - sum(values) ** 2 / count
-    if total <= 1e-12 * squares:
-        return None
-    within = squares - sum([sum(group) ** 2 / len(group) for group in groups])
-    left = (within / (count - len(groups))) / (total / (count - 1))
-    return min(1.0, max(0.0, 1.0 - left))
+    left = np.array(logs)
+    left -= left.mean()
+    total = float(left @ left)
+    shares: dict[str, float | None] = {}
+    rest: dict[str, NDArray[np.intp]] = {}
+    for name, digits in columns.items():
+        settings = np.array(digits, np.intp)  # 0 where a row has none
+        sizes = np.bincount(settings)[1:]
+        known, groups = int(sizes.sum()), int((sizes > 0).sum())
+        if known <= groups or total <= 1e-12 * sum(log * log for log in logs):
+            shares[name] = None
+        else:
+            rest[name] = settings
+    while rest:
+        found = {name: _between(settings, left) for name, settings in rest.items()}
+        name = max(found, key=lambda name: found[name][0])
+        explained, level = found[name]
+        shares[name] = max(0.0, min(1.0, explained / total))
+        if explained > 0:
+            left -= level
+        del rest[name]
+    return shares
+
+
+def _between(settings: NDArray[np.intp], values: NDArray[np.float64]) -> tuple[float, Any]:
+    """The squares between groups beyond those of chance, and the mean of each row's group."""
+    sizes = np.bincount(settings)
+    sums = np.bincount(settings, values)
+    sums[0] = 0.0
+    means = sums / np.maximum(sizes, 1)
+    own = settings > 0
+    between = float(sums @ means) - float(values[own].sum()) ** 2 / max(1, int(own.sum()))
+    within = float(values[own] @ values[own]) - float(sums @ means)
+    groups, known = int((sizes[1:] > 0).sum()), int(own.sum())
+    chance = (groups - 1) * within / (known - groups)
+    return between - chance, means[settings]
+
+
+def percents(effects: Sequence[Effect]) -> list[int]:
+    """The share of each effect in whole percent, and last the rest: together 100."""
+    exact = [100 * (effect.share or 0.0) for effect in effects]
+    exact.append(max(0.0, 100 - sum(exact)))
+    whole = [int(each) for each in exact]
+    short = sorted(range(len(exact)), key=lambda at: whole[at] - exact[at])
+    for at in short[: max(0, 100 - sum(whole))]:
+        whole[at] += 1
+    return whole
 
 
 def in_order(value: Value) -> tuple[int, int, str]:

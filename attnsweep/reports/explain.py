@@ -12,7 +12,7 @@ from typing import Any
 from rich.text import Text
 
 from attnsweep.choose.columns import chosen_by, named, value_text
-from attnsweep.choose.effects import Effect, axes_of, effects, in_order, timed
+from attnsweep.choose.effects import Effect, axes_of, effects, in_order, percents, timed
 from attnsweep.core.errors import AttnsweepError, ProblemError, SpecError
 from attnsweep.core.hardware import arch_on
 from attnsweep.core.problem import Problem, Value
@@ -463,8 +463,8 @@ def _counters(
 
 HOW = (
     "share: of the variance of the logarithm of all first times of the family, the part between "
-    "groups of equal value, adjusted for their number (epsilon squared); rules tie parameters "
-    "together, so shares need not add up to 100 % · pairs: candidates that differ in this "
+    "groups of equal value, adjusted for their number (epsilon squared), beyond what those above "
+    "explain; the rest is of combinations and noise · pairs: candidates that differ in this "
     "parameter only · ×: median over such pairs of a value's first time over the reference's, with "
     "the number of pairs and in how many the value was faster · a parameter that never varied is "
     "not listed"
@@ -705,10 +705,13 @@ def _effect_lines(found: ConfigExplanation, width: int) -> list[Text]:
         few = f"{found.kernel}: {found.timed} candidates have a time, too few to compare parameters"
         return [Text(), *said(few, width, "dim")]
     rows, tails = [["parameter", "share", "pairs"]], ["values"]
-    for effect in found.effects:
-        share = "–" if effect.share is None else f"{100 * effect.share:.0f}{GLUE}%"
+    *whole, rest = percents(found.effects)
+    for effect, percent in zip(found.effects, whole, strict=True):
+        share = "–" if effect.share is None else f"{percent}{GLUE}%"
         rows.append([effect.name, share, str(effect.pairs)])
         tails.append(" · ".join(_value(effect, each) for each in effect.values))
+    rows.append(["the rest", f"{rest}{GLUE}%", ""])
+    tails.append("")
     title = (
         f"which parameters of {found.kernel} mattered, by {found.timed} timed of {found.tried} "
         "tried candidates"

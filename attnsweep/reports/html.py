@@ -24,7 +24,7 @@ from typing import Any
 
 from attnsweep import __version__
 from attnsweep.choose.columns import light_text, named, value_text
-from attnsweep.choose.effects import axes_of, effects
+from attnsweep.choose.effects import axes_of, effects, percents
 from attnsweep.compile.nvrtc import default_cache_dir
 from attnsweep.core.errors import ToolchainError
 from attnsweep.core.files import install_command, write_file
@@ -32,7 +32,7 @@ from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import OURS, Status, Trial
 from attnsweep.reports import gains
 from attnsweep.reports import text as texts
-from attnsweep.reports.tables import LEGEND, table
+from attnsweep.reports.tables import config_changes, legend_of, table
 from attnsweep.reports.terminal import GLUE
 from attnsweep.reports.text import Row, Section, figure, ratio_text, who
 from attnsweep.store.outputs import check_output, write_output
@@ -154,11 +154,12 @@ def render(run: Run, *, top: int = 10, target_us: float | None = None) -> str:
         candidates=sum(len(section.candidates) for section in sections),
         problems=problems,
         gains=_gains(sections, run),
-        legend=LEGEND.replace(GLUE, " "),
         version=__version__,
         styles=(ASSETS / "page.css").read_text(encoding="utf-8"),
         plots=plots.result(),
-        script=(ASSETS / "page.js").read_text(encoding="utf-8"),
+        script="".join(
+            (ASSETS / name).read_text(encoding="utf-8") for name in ("sort.js", "page.js")
+        ),
         inline=_INLINE,
         # A tenth of the size for 10,000 candidates, and no `<` to escape.
         packed=base64.b64encode(rest + pack.flush()).decode(),
@@ -204,7 +205,9 @@ def _problem(
 ) -> dict[str, Any]:
     label, *facts = texts.heading(section)
     shown = section.shown(top)
-    lines, _, legend = table(section, shown, names=False) if shown else ([], "", [])
+    lines, _, legend = table(section, shown) if shown else ([], "", [])
+    for cells, changes in zip(lines[1:], config_changes(section, shown), strict=True):
+        cells[2] = changes or cells[2]
     won, best = section.winner, section.best_baseline
     below = texts.notes(section, shown, "the list below has all of them")
     said = [note for note, _, errors in below[1 if won else 0 :] if errors is None]
@@ -228,11 +231,12 @@ def _problem(
             )
             for row, cells in zip(shown, lines[1:], strict=True)
         ],
-        "legend": legend,
+        "legend": [*legend, " · ".join(legend_of(lines[0], lines[1:]))] if lines else [],
         "notes": [_plain(note.lstrip("*= ")) for note in said],
         "candidates": len(section.candidates),
         "reasons": _reasons(section),
         "ladder": _ladder(section, rungs, target_us),
+        "is_ladder": all(name.startswith("ladder_") for name in rungs[1:]),
         "ruled_out": _ruled_out(section),
     }
 
@@ -503,7 +507,12 @@ def _effects(section: Section, families: Mapping[str, Any]) -> dict[str, Any] | 
     found = effects(
         trials, won["trial"], axes_of((families.get(won["kernel"]) or {}).get("variants"))
     )
-    return {"kernel": won["kernel"], "parameters": [asdict(effect) for effect in found]}
+    *whole, rest = percents(found)
+    told = [
+        asdict(effect) | {"percent": None if effect.share is None else percent}
+        for effect, percent in zip(found, whole, strict=True)
+    ]
+    return {"kernel": won["kernel"], "parameters": told, "rest": rest}
 
 
 def own_settings(section: Section, row: Row) -> Mapping[str, object]:

@@ -32,15 +32,27 @@ NONE = "–"
 MARKDOWN_TOP = 20
 # From this width on, the summary of several problems has the intervals of its ratios.
 WIDE = 100
-LEGEND = (
-    "~ not timed in the rounds of the finals · ± half the interquartile range of the rounds, – if "
-    "timed once · × base: time of the fastest baseline known over this one, paired by rounds; ~ of "
-    f"medians, ≥ at least, because that one is noisy · 95{GLUE}%: interval of × base, of fewer "
-    f"than 6 rounds their range · regs, smem: the largest stage · %{GLUE}light: share of the "
-    "speed of light at the clock of the rounds · eager: host time to issue one call, next to which "
-    "the device works · ranks follow the paired rounds, so a row with a lower median can rank "
-    "below another"
-)
+LEGENDS = {
+    "~": "~ not timed in the rounds of the finals; before × base: of medians",
+    "±": "± half the interquartile range of the rounds, – if timed once",
+    "× base": "× base: time of the fastest baseline known over this one, paired by rounds",
+    "≥": "≥ at least, because that baseline is noisy",
+    "95": f"95{GLUE}%: interval of × base, of fewer than 6 rounds their range",
+    "regs": "regs, smem: the largest stage",
+    "% light": f"%{GLUE}light: share of the speed of light at the clock of the rounds",
+    "eager": "eager: host time to issue one call, next to which the device works",
+    "#": "ranks follow the paired rounds, so a row with a lower median can rank below another",
+}
+"""A sign of a table, or how a heading begins, to what it means."""
+LEGEND = " · ".join(LEGENDS.values())
+
+
+def legend_of(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """What the signs and headings of a table mean, of those that are in it."""
+    numbers = "".join(cell for row in rows for cell in row[2:])
+    there = {sign for sign in "~≥" if sign in numbers}
+    there |= {sign for sign in LEGENDS for cell in header if cell.startswith(sign)}
+    return [text.replace(GLUE, " ") for sign, text in LEGENDS.items() if sign in there]
 
 
 Line = tuple[str, str]
@@ -556,7 +568,7 @@ def _brief_rows(
     names = [who(row) if marked else who(row).removesuffix("†") for row in shown]
     numbers = [c for c in columns_of(section, shown) if c.name in _COLUMNS]
     places = ["*" * bool(row["winner"]) + texts.place_of(row) for row in shown]
-    columns = [places, names, *(c.cells(shown) for c in numbers), _config_changes(section, shown)]
+    columns = [places, names, *(c.cells(shown) for c in numbers), config_changes(section, shown)]
     lines = [["#", "kernel", *(c.header for c in numbers), "config"]]
     lines += [list(cells) for cells in zip(*columns, strict=True)]
     align, last = "rl" + "r" * len(numbers) + "l", len(columns) - 1
@@ -572,7 +584,7 @@ def first_rows(trials: Sequence[Trial], environment: Environment, width: int) ->
     return list(_brief_rows(section, shown, width, marked=True)) if shown else []
 
 
-def _config_changes(section: Section, rows: Sequence[Row]) -> list[str]:
+def config_changes(section: Section, rows: Sequence[Row]) -> list[str]:
     """The parameters in which each row is not as the first of its family; of that, their values."""
     first: dict[str, Row] = {}
     for row in rows:

@@ -1,28 +1,4 @@
-// Tables of the site: a click on a heading sorts; the table of every problem has filters and a plot.
-// No network, no library.
-const number = (text) => Number.parseFloat(text.replace(/[^\d.eE-]/g, ""));
-
-const sortable = (table) => {
-  const body = table.tBodies[0];
-  [...(table.tHead?.rows[0]?.cells ?? [])].forEach((heading, column) => {
-    heading.tabIndex = 0;
-    heading.ariaSort = "none";
-    const sort = () => {
-      const down = heading.ariaSort === "ascending" ? -1 : 1;
-      const rows = [...body.rows].map((row) => [row.cells[column]?.textContent.trim() ?? "", row]);
-      const numeric = rows.every(([text]) => text === "" || text === "–" || /^[\d.+−×-]/.test(text));
-      // What has no number comes last, whichever way the others go.
-      const order = (a, b) => Number.isNaN(a) - Number.isNaN(b) || down * (a - b);
-      rows.sort(([a], [b]) => numeric ? order(number(a), number(b)) : down * a.localeCompare(b));
-      for (const other of heading.parentElement.cells) other.ariaSort = "none";
-      heading.ariaSort = down > 0 ? "ascending" : "descending";
-      body.append(...rows.map(([, row]) => row));
-    };
-    heading.addEventListener("click", sort);
-    heading.addEventListener("keydown", (event) => event.key === "Enter" && sort());
-  });
-};
-
+// Tables of the site: a click on a heading sorts (sort.js); the table of every problem has filters and a plot.
 const element = (name, attributes = {}, ...children) => {
   const svg = ["svg", "g", "line", "circle", "text", "title"].includes(name);
   const made = svg ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);

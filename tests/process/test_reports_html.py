@@ -85,7 +85,11 @@ def test_every_table_is_there_without_a_script():
     assert "flash-attn-4 is not installed" in text
     assert "driver 580.159.04" in text
     assert "NVRTC" in text
-    assert "flash_fwd_mma: BLOCK_M / BLOCK_N" in text
+    assert "Q_IN_REGISTERS=1 BLOCK_M=128 NUM_WARPS=8" in text
+    assert "± half the interquartile range of the rounds" in text
+    assert "≥ at least" not in text  # no baseline is noisy
+    assert "of the speed of light" in text
+    assert "of the bound" not in text
 
 
 def test_the_data_holds_every_candidate_whatever_became_of_it():
@@ -117,7 +121,7 @@ def test_what_a_run_holds_cannot_leave_its_place():
 
 def test_the_ladder_is_in_the_specs_order_with_distances():
     text = visible(page.render(scaled_run()))
-    first = text.index("Ladder")
+    first = text.index("Best of each family")
     assert text.index("slow", first) < text.index("flash", first)
     rung = text[first : first + 500]
     assert "Target: 5.500 µs, torch_cudnn, the fastest baseline known" in rung
@@ -301,3 +305,15 @@ def test_a_later_problem_of_many_is_unpacked_and_drawn(pages):
 def test_no_text_of_a_plot_is_cut_on_a_phone(pages):
     phone = pages["several on a phone"]
     assert (phone.cut, phone.width) == ([], 360)
+
+
+@browser
+@pytest.mark.parametrize("name", ["scaled", "several", "several on a phone"])
+def test_no_table_is_wider_than_its_place(pages, name):
+    assert pages[name].scrolls == []
+
+
+@browser
+def test_a_heading_says_by_what_its_table_is_sorted(pages):
+    head = re.search(r'<table class="summary">.*?</thead>', pages["scaled"].html, re.DOTALL)[0]
+    assert head.count('aria-sort="none"') == head.count("<th ") == 7

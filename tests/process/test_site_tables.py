@@ -83,10 +83,11 @@ addEventListener("DOMContentLoaded", () => setTimeout(() => {
 
 @browser
 def test_a_browser_filters_sorts_and_draws_it_without_a_network(rows, tmp_path):
-    for name in ("javascripts/tables.js", "stylesheets/site.css"):
+    for name in ("javascripts/tables.js", "stylesheets/site.css", "../attnsweep/reports/assets/sort.js"):
         shutil.copy(DOCS / name, tmp_path)
+    scripts = '<script src="sort.js"></script><script src="tables.js"></script>'
     page = f"""<!doctype html><meta charset="utf-8"><link rel="stylesheet" href="site.css">
-<body><article class="md-typeset">{hook().table(rows)}</article><script src="tables.js"></script>{DRIVER}"""
+<body><article class="md-typeset">{hook().table(rows)}</article>{scripts}{DRIVER}"""
     (tmp_path / "page.html").write_text(page, encoding="utf-8")
     pages, said, asked = drawn(tmp_path, {"page.html": "width:1280px"})
     assert (said, asked) == ([], [])

@@ -39,6 +39,8 @@ for (const [address, style] of %s) {
     clearInterval(timer);
     const found = { html: page.documentElement.outerHTML, cut: text(page) };
     found.width = page.documentElement.scrollWidth;
+    const wide = [...page.querySelectorAll(".scroll")].filter((box) => box.clientWidth + 1 < box.scrollWidth);
+    found.scrolls = wide.filter((box) => box.clientWidth).map((box) => box.firstElementChild.className);
     const kept = document.body.appendChild(document.createElement("pre"));
     kept.dataset.page = address;
     kept.textContent = JSON.stringify(found);
@@ -55,6 +57,8 @@ class Page:
     cut: list[str]
     """Text of plots that is not all in sight."""
     width: int
+    scrolls: list[str]
+    """Tables that are wider than the place they have."""
 
 
 def drawn(directory: Path, pages: dict[str, str]) -> tuple[dict[str, Page], list[str], list[str]]:

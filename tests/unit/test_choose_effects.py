@@ -1,12 +1,18 @@
 """Effects of parameters, of made-up spaces whose effects are known."""
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 from samples import candidate, failed
 
-from attnsweep.choose.effects import axes_of, effects, timed
+from attnsweep.choose.effects import axes_of, effects, percents, timed
 from attnsweep.core.trial import Status, Trial
+from attnsweep.reports.explain import explain, lines
+from attnsweep.store.run import open_run
+
+RESULTS = Path(__file__).parents[2] / "results"
 
 
 def row(us: float, **config: int | str) -> Trial:
@@ -79,3 +85,29 @@ def test_parameters_that_change_together_are_paired_by_their_axis() -> None:
     assert {e.name: e.pairs for e in found} == {"N": 2, "p": 2}
     assert found[-1].sets == ("P", "MAX")
     assert {v.value: v.ratio for v in found[-1].values} == {"shared": None, "registers": pytest.approx(1.3)}
+
+
+def test_shares_of_parameters_that_rules_tie_together_add_up_with_the_rest():
+    """AHEAD had 96 % and DQ_RING 46 %, which followed it."""
+    trials = [
+        row(10.0 * (1.2 if ahead else 1.0) * (1.03 if ring else 1.0) * (1 + number / 1000), AHEAD=ahead, RING=ring)
+        for number, (ahead, ring) in enumerate([(0, 0)] * 4 + [(1, 1)] * 4 + [(1, 0)] * 2)
+    ]
+    found = effects(trials, trials[0])
+    assert [e.name for e in found] == ["AHEAD", "RING"]
+    assert sum(e.share for e in found) <= 1
+    *whole, rest = percents(found)
+    assert (whole[0] > 90, whole[1] < 5, rest >= 0, sum(whole) + rest) == (True, True, True, 100)
+    assert percents([]) == [100]
+
+
+@pytest.mark.parametrize("run", ["h200/flash_short", "h100-80gb-hbm3/backward", "h200/three_kernel"])
+def test_shares_of_a_recorded_run_add_up(run):
+    for each in explain(open_run(RESULTS / run), (), None, {}):
+        if each.effects:
+            assert sum(percents(each.effects)) == 100
+            assert sum(effect.share or 0 for effect in each.effects) <= 1 + 1e-9
+            text = [line.plain for line in lines(each, 120)]
+            first = next(n for n, line in enumerate(text) if line.startswith("parameter "))
+            table = itertools.takewhile(lambda line: not line.startswith("share:"), text[first:])
+            assert sum(int(n) for n in re.findall(r"^\S.*? (\d+)\s%", "\n".join(table), re.MULTILINE)) == 100

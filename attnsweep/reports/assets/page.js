@@ -119,7 +119,7 @@ function effects(box, problem) {
   const rows = (problem.effects?.parameters ?? []).filter((parameter) => parameter.values.some((value) => value.ratio !== null));
   if (!rows.length) { box.closest("figure").remove(); return null; }
   const told = ({ value }) => String(typeof value === "boolean" ? Number(value) : value);
-  const label = (row) => (row.share === null ? row.name : `${row.name}  ${Math.round(100 * row.share)} %`);
+  const label = (row) => (row.percent === null ? row.name : `${row.name}  ${row.percent} %`);
   // Names of variants are too long to stand beside each other: letters stand for them, which a line below tells.
   const long = new Map(rows.filter((row) => row.values.some((value) => told(value).length > 8)).map((row) => [row.name, row.values.map((value) => told(value))]));
   const said = (row, value) => (long.has(row.name) ? String.fromCharCode(97 + long.get(row.name).indexOf(told(value))) : told(value));
@@ -128,6 +128,8 @@ function effects(box, problem) {
   })));
   const own = rows.flatMap((row) => row.values.filter((value) => value.value === row.reference).slice(0, 1).map((value) => ({ who: label(row), ratio: 1, said: said(row, value) })));
   const key = [...long].map(([name, names]) => `${name}: ${names.map((each, index) => `${String.fromCharCode(97 + index)} ${each}`).join(" · ")}`);
+  const shares = problem.effects.parameters.filter((row) => row.percent).map((row) => `${row.name} ${row.percent} %`);
+  key.push(`shares: ${[...shares, `the rest, of combinations and noise, ${problem.effects.rest} %`].join(" · ")}`);
   box.after(...key.map((textContent) => Object.assign(document.createElement("p"), { className: "legend", textContent })));
   const all = [...values.map((value) => value.ratio), 1];
   const [low, high] = [Math.min(...all) / 1.04, Math.max(...all) * 1.06];
@@ -519,6 +521,7 @@ async function show(index) {
   article.dataset.done = "yes";
   const inline = articles.length - later.length;
   if (index >= inline) article.innerHTML = later[index - inline];
+  article.querySelectorAll("table:is(.ranking, .ladder, .reasons)").forEach(sortable);
   const parts = Object.fromEntries([...article.querySelectorAll("[data-plot]")].map((part) => [part.dataset.plot, part]));
   const box = (part) => part.querySelector(".plot");
   const explore = () => heatmap(box(parts.heatmap), problem, index, parts.heatmap);
@@ -540,6 +543,7 @@ function asked() {
 
 async function begin() {
   document.body.classList.remove("plain");
+  document.querySelectorAll("#summary table, #gains table").forEach(sortable);
   await show(asked());
   const scale = document.querySelector("[data-plot=scaling]"), roof = document.querySelector("[data-plot=roofline]");
   const along = () => scaling(scale.querySelector(".plot"), scale);
