@@ -417,7 +417,7 @@ class ProblemSpec(_Model):
     head_dim_v: Many[Size] | None = None
     """Elements per head and row of v and o, if not head_dim: 128 with head_dim 192, as in MLA's
     prefill."""
-    value_in_key: StrictBool = False
+    value_in_key: Many[StrictBool] = [False]
     """There is no v: the first head_dim_v elements of a key are its value, as in MLA's decoding:
     head_dim 576, head_dim_v 512, heads_kv 1."""
     dtype: Many[Dtype] = ["fp16"]
