@@ -33,18 +33,39 @@ using namespace attn;
 #ifndef PADDED
 #define PADDED 0
 #endif
+// 1: tensors have any strides, for code that serves a model; a sweep times contiguous tensors.
+#ifndef STRIDED
+#define STRIDED 0
+#endif
+#if STRIDED
+#define WITH_LSE (LSE && lse != nullptr)
+#define ROWS_PARAMETERS , int seqlen_q, int heads, int o_batch, int o_head, int o_row
+#else
+#define WITH_LSE LSE
+#define ROWS_PARAMETERS
+#endif
+using TensorLayout = Layout<STRIDED, HEAD_DIM>;
 
 #if STAGE_COMBINE
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     flash_fwd_wide_wgmma_combine(const float* partial, const SumOfSplit* partial_lse,
-                                 element_t* __restrict__ o, float* __restrict__ lse, int rows) {
+                                 element_t* __restrict__ o, float* __restrict__ lse,
+                                 int rows ROWS_PARAMETERS) {
     constexpr int CHUNKS = HEAD_DIM / 4;
     const int at = blockIdx.x * COMBINE_THREADS + threadIdx.x, row = at / CHUNKS;
     if (row >= rows) return;
-    const auto row_of_o = [row] { return static_cast<long long>(row) * HEAD_DIM; };
+    const auto row_of_o = [&]() -> long long {
+#if STRIDED
+        const int head = row / seqlen_q;
+        return TensorLayout{heads, o_batch, o_head, o_row}.of_output(row, head,
+                                                                     row - head * seqlen_q);
+#else
+        return static_cast<long long>(row) * HEAD_DIM;
+#endif
+    };
     const float whole =
         combine_splits<HEAD_DIM>(partial, partial_lse, o, row_of_o, SPLITS, rows, row, at % CHUNKS);
-    if (LSE && at % CHUNKS == 0) lse[row] = whole;
+    if (WITH_LSE && at % CHUNKS == 0) lse[row] = whole;
 }
 #else
 
@@ -63,6 +84,7 @@ static_assert(PIECE_KEYS % 16 == 0, "a piece is whole steps of wgmma");
 static_assert(TILE_MEMBERS * HEAD_MEMBERS == CLUSTER, "HEAD_MEMBERS must divide CLUSTER");
 static_assert(SLOTS % CLUSTER == 0, "a slot is always loaded by the same block");
 static_assert(CLUSTER == 1 || (SPLITS == 1 && !PACK_GQA), "blocks of a cluster have the same keys");
+static_assert(!PACK_GQA || !STRIDED, "packed heads lie one behind the other");
 // The columns of V and O of a warpgroup. The first one, which has Q K^T too, takes the fewer. Those
 // from HEAD_DIM on are outside the tensors: TMA makes them 0, and stores nothing of them.
 template <bool Second>
@@ -78,7 +100,6 @@ using QTile = SharedTile<element_t, 64, HEAD_DIM, 128>;
 using PTile = SharedTile<element_t, 64, BLOCK_N, 128>;
 using Softmax = OnlineSoftmax<1, 0>;
 constexpr unsigned SLOT_BYTES = BLOCK_N * 128, P_BYTES = PTile::BYTES;
-constexpr bool PANEL_MAPS = HEAD_DIM % 64 == 0;  // maps have a dimension of whole panels
 
 // Named barriers. Both buffers of P have two: it is written, and it has been read.
 constexpr int END_BARRIER = 1, P_READY = 2, P_FREE = 4, SCORES = 6, CLEAR_BARRIER = 8;
@@ -133,6 +154,14 @@ struct Call {
         return {visible(All ? last : first, keys).first, visible(All ? first : last, keys).end};
     }
 };
+// A head of q or k as copies take it; heads: of an item.
+__device__ __forceinline__ TensorLayout::Head in_maps(int head, int heads) {
+#if STRIDED
+    return TensorLayout{heads}.of_queries(head);
+#else
+    return head;
+#endif
+}
 // The block's tile of queries, and the keys of its cluster. The grid is (clusters of a section of
 // heads, or splits of a tile, tiles of queries, sections); the last tiles, which a causal mask
 // makes long, come first. A block without a head of its own has rows behind the last.
@@ -167,7 +196,8 @@ struct Work {
 // ---- the producer: one thread loads Q, and the pieces of K and V in order ----
 struct Producer {
     const Memory& at;
-    int rank, head_kv;
+    int rank;
+    TensorLayout::Head head_kv;
     Ring<SLOTS> ring;
     // Panels of `Rows` rows from `key` on, into the next slot.
     template <int Rows, int Panels>
@@ -177,17 +207,19 @@ struct Producer {
         mbarrier_expect(full, Panels * Rows * 128);
         constexpr unsigned short ALL = (1 << CLUSTER) - 1;
         const bool own = CLUSTER == 1 || ring.stage % CLUSTER == rank;
-        if constexpr (PANEL_MAPS) {
-            if (CLUSTER == 1) tma_load_4d(to, map, full, 0, key, panel, head_kv);
-            else if (own) tma_load_multicast_4d(to, map, full, 0, key, panel, head_kv, ALL);
-        } else if (own) {
+#if HEAD_DIM % 64 == 0 && !STRIDED  // maps have a dimension of whole panels, not one of items
+        if (CLUSTER == 1) tma_load_4d(to, map, full, 0, key, panel, head_kv);
+        else if (own) tma_load_multicast_4d(to, map, full, 0, key, panel, head_kv, ALL);
+#else
+        if (own) {
 #pragma unroll
             for (int i = 0; i < Panels; ++i) {
                 const unsigned to_panel = to + i * Rows * 128;
-                if (CLUSTER == 1) tma_load(to_panel, map, full, (panel + i) * 64, key, head_kv);
-                else tma_load_multicast(to_panel, map, full, (panel + i) * 64, key, head_kv, ALL);
+                if (CLUSTER == 1) load_box(to_panel, map, full, (panel + i) * 64, key, head_kv);
+                else load_box_multicast(to_panel, map, full, (panel + i) * 64, key, head_kv, ALL);
             }
         }
+#endif
         ring.next();
     }
     __device__ __forceinline__ void load_k(const TensorMap& k, int key) {
@@ -209,8 +241,9 @@ __device__ __forceinline__ void produce(const TensorMap& q, const TensorMap& k,
                                         const TensorMap& v_first, const TensorMap& v_second,
                                         const Memory& at, const Call& call) {
     const Work work(call);
-    load_tile<QTile>(at.q, q, at.q_full(), work.row, work.head);
-    Producer own{at, static_cast<int>(blockIdx.x % CLUSTER), work.head_kv};
+    load_tile<QTile>(at.q, q, at.q_full(), work.row, in_maps(work.head, call.heads));
+    Producer own{at, static_cast<int>(blockIdx.x % CLUSTER),
+                 in_maps(work.head_kv, call.heads / call.group)};
     int key = work.first_key;
 #pragma unroll 1
     for (int j = 0; j < work.tiles; ++j, key -= KEYS_APART) {
@@ -404,10 +437,11 @@ struct Consumer {
         __syncwarp();
         const int row = work.row + warp * 16;
         if (lane == 0 && row < call.rows) {
+            const TensorLayout::Head head = in_maps(work.head, call.heads);
 #pragma unroll
             for (int i = 0; i < Own::OWN_PANELS; ++i)
-                tma_store(o, to + i * QTile::PANEL_BYTES + warp * 2048, (Own::FIRST_PANEL + i) * 64,
-                          row, work.head);
+                store_box(o, to + i * QTile::PANEL_BYTES + warp * 2048, (Own::FIRST_PANEL + i) * 64,
+                          row, head);
             tma_store_commit();
             tma_store_wait_read<0>();  // shared memory must outlive the reads
         }
@@ -474,7 +508,7 @@ struct Consumer {
             if (own + r * 8 >= call.rows) continue;
             if (SPLITS > 1)
                 partial_lse[of_split(r)] = fmaf(rows.m[r], call.factor, log2f(rows.l[r]));
-            else if (LSE)
+            else if (WITH_LSE)
                 lse[static_cast<long long>(work.head) * call.rows + own + r * 8] =
                     rows.log_sum_exp(r, call.factor);
         }

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from attnsweep.core.hardware import Arch
-from attnsweep.core.layouts import DENSE
 from attnsweep.core.problem import FULL, LOG2E, Problem, ceil_div
 from attnsweep.family import hopper
 from attnsweep.family.family import Config, Family, Launch, Param, TensorMap
@@ -49,6 +48,11 @@ def slots(c: Config, p: Problem, arch: Arch) -> int:
     return fit // c.CLUSTER * c.CLUSTER
 
 
+def empty_rows(p: Problem) -> dict[str, int]:
+    """hopper.empty_rows; items have any keys, and windows in code for models any size."""
+    return {"EMPTY_ROWS": 1} if p.kind in ("window", "padded") else hopper.empty_rows(p)
+
+
 def in_tiles(c: Config, p: Problem) -> Problem:
     """The problem as tiles are cut of it: with PACK_GQA, the query heads of a key head are one.
 
@@ -57,7 +61,7 @@ def in_tiles(c: Config, p: Problem) -> Problem:
     if not c.PACK_GQA:
         return p
     rows = p.heads // p.heads_kv * p.seqlen_q
-    return replace(p, heads=p.heads_kv, seqlen_q=rows, mask=FULL, layout=DENSE)
+    return replace(p, heads=p.heads_kv, seqlen_q=rows, mask=FULL)
 
 
 def tile_members(c: Config) -> int:
@@ -148,7 +152,7 @@ def fwd(c, p, arch):
     padded = p.kind == "padded"
     if p.kind in ("window", "padded"):
         defines |= {"WINDOW": 1, "PADDED": int(padded)}
-    defines |= {"EMPTY_ROWS": 1} if padded else hopper.empty_rows(p)
+    defines |= empty_rows(p)
     return Launch(
         function="flash_fwd_wide_wgmma",
         grid=(together * c.CLUSTER * c.SPLITS, tiles_m, clusters_of_heads(c, p) // together),
@@ -168,7 +172,7 @@ def fwd(c, p, arch):
     )
 
 
-@kernel.stage("combine", params=("SPLITS", "LSE"))
+@kernel.stage("combine", params=("SPLITS", "LSE"), strided=("seqlen_q", "heads", "o"))
 def combine(c, p, arch):
     if c.SPLITS == 1:
         return None
@@ -178,6 +182,5 @@ def combine(c, p, arch):
         grid=(ceil_div(rows * p.head_dim, 4 * COMBINE_THREADS), 1, 1),
         threads=COMBINE_THREADS,
         args=("partial", "partial_lse", "o", "lse", rows),
-        defines={"COMBINE_THREADS": COMBINE_THREADS}
-        | ({"EMPTY_ROWS": 1} if p.kind == "padded" else hopper.empty_rows(p)),
+        defines={"COMBINE_THREADS": COMBINE_THREADS} | empty_rows(p),
     )
