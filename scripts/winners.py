@@ -1,6 +1,6 @@
 """Write table.json and cubins/ in attnsweep/serve/runtime: the winners behind attnsweep.attention.
 
-Usage: python scripts/winners.py [--check]. What is shipped already, of kernels whose text is the
+Usage: python scripts/winners.py [--check]. What is shipped already, of families whose text is the
 same, is not compiled again. The rest needs the NVRTC of the recorded runs, since the machine code
 of another is not what they timed. With --check it writes nothing, needs no NVRTC, and returns 1 if
 the table is not what results/ gives, or if the kernels' text has changed since.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import hashlib
 import itertools
 import json
 import shutil
@@ -24,8 +25,10 @@ import paged_times
 
 from attnsweep import find_runs
 from attnsweep.api import exported_table
+from attnsweep.compile.nvrtc import nvrtc_version
 from attnsweep.family.discover import discover
-from attnsweep.serve.export import export, table_text
+from attnsweep.serve.export import Identity, export, table_text
+from attnsweep.serve.export_code import FAMILY, cubin_file
 from attnsweep.serve.runtime.families import DECLARED, WITHOUT_RIVAL
 from attnsweep.serve.runtime.table import ALIGNMENT, BASE, WINDOW, Code, read_table
 
@@ -63,7 +66,7 @@ def grouped(table: Mapping[str, Any], cubins: Mapping[str, bytes]) -> dict[str, 
     for _, alike in itertools.groupby(sorted(table["kernels"], key=kind), kind):
         both, files = list(alike), dict[str, None]()  # of two types of elements: nearly one code
         for stage, kernel in itertools.product(sorted(both[0]["stages"]), both):
-            (files if stage in _MAIN else common).setdefault(_file(kernel["stages"][stage]))
+            (files if stage in _MAIN else common).setdefault(cubin_file(kernel["stages"][stage]))
         kinds.append([file for file in files if file not in met])
         met |= {*files}
     kinds = in_a_row([files for files in kinds if files], cubins)
@@ -100,10 +103,6 @@ def in_a_row(kinds: Sequence[list[str]], cubins: Mapping[str, bytes]) -> list[li
         row.append(max(left, key=likeness) if row else left[0])
         left.remove(row[-1])
     return [kinds[at] for at in row]
-
-
-def _file(sha256: str) -> str:
-    return f"{sha256[:16]}.cubin"
 
 
 _MAIN = ("fwd", "keys", "queries")
@@ -170,32 +169,36 @@ def write(made: Path) -> None:
     TABLE.write_text(table_text(table), encoding="utf-8")
 
 
-def shipped_already(made: Path) -> bool:
-    """Write to `made` the package of kernels that are shipped; whether that is all of them.
+def kept(old: Mapping[str, Any], table: Mapping[str, Any]) -> dict[Identity, dict[str, bytes]]:
+    """Cubins by stage of what is shipped, of families whose text is the same in today's table."""
+    if table["format"] != old["format"]:
+        return {}
+    there, found = read_table(PLACE), dict[Identity, dict[str, bytes]]()
+    for kernel in old["kernels"]:
+        own = _identity(kernel, old)
+        if old["source"].get(own[0]) == table["source"].get(own[0]):
+            codes = {stage: Code(cubin_file(of), of, "") for stage, of in kernel["stages"].items()}
+            found[own] = {stage: there.code(code) for stage, code in codes.items()}
+    return found
 
-    Which is so if results/ or the rules choose fewer than before, and no text has changed.
-    """
-    old = json.loads(TABLE.read_text(encoding="utf-8"))
-    table = exported_table(recorded(), slower=SLOWER)
-    stages = {_identity(kernel, old): kernel["stages"] for kernel in old["kernels"]}
-    if table["source"] != old["source"] or table["format"] != old["format"]:
-        return False
-    if not all(_identity(kernel, table) in stages for kernel in table["kernels"]):
+
+def without_compiler(made: Path, table: dict[str, Any], known: Mapping[Identity, Any]) -> bool:
+    """Write to `made` the package of today's table; whether all its machine code is known."""
+    if not all(_identity(kernel, table) in known for kernel in table["kernels"]):
         return False
     (made / CUBINS.name).mkdir(parents=True)
-    there = read_table(PLACE)
     for kernel in table["kernels"]:
-        kernel["stages"] = stages[_identity(kernel, table)]
-        for sha256 in kernel["stages"].values():
-            file = _file(sha256)
-            (made / CUBINS.name / file).write_bytes(there.code(Code(file, sha256, "")))
-    (made / TABLE.name).write_text(table_text(table | {"nvrtc": old["nvrtc"]}), encoding="utf-8")
+        own = known[_identity(kernel, table)]
+        kernel["stages"] = {name: hashlib.sha256(data).hexdigest() for name, data in own.items()}
+        for name, data in own.items():
+            (made / CUBINS.name / cubin_file(kernel["stages"][name])).write_bytes(data)
+    (made / TABLE.name).write_text(table_text(table), encoding="utf-8")
     return True
 
 
-def _identity(kernel: Mapping[str, Any], table: Mapping[str, Any]) -> tuple[object, ...]:
-    own = (kernel["head_dim"], kernel["dtype"], kernel["mask"], kernel.get("family"))
-    return (*own, table["configs"][kernel["config"]])
+def _identity(kernel: Mapping[str, Any], table: Mapping[str, Any]) -> Identity:
+    own = (kernel["head_dim"], kernel["dtype"], kernel["mask"])
+    return (kernel.get("family", FAMILY), *own, table["configs"][kernel["config"]])
 
 
 def outline(table: dict[str, Any]) -> dict[str, Any]:
@@ -234,14 +237,17 @@ def main(arguments: Sequence[str]) -> int:
     """Write the table and the archives, or compare the table."""
     if "--check" not in arguments:
         with tempfile.TemporaryDirectory() as place:
-            made = Path(place) / "winners"
-            if not shipped_already(made):
-                shutil.rmtree(made, ignore_errors=True)
+            made, old = Path(place) / "winners", json.loads(TABLE.read_text(encoding="utf-8"))
+            table = exported_table(recorded(), slower=SLOWER) | {"nvrtc": old["nvrtc"]}
+            known = kept(old, table)
+            if not without_compiler(made, table, known):
+                if known and old["nvrtc"] != (here := "{}.{}".format(*nvrtc_version())):
+                    sys.exit(f"needs NVRTC {old['nvrtc']} as what is shipped, and here is {here}")
                 # What comes with attnsweep serves 16 bits.
                 of_16_bits = {
                     name: discover()[name] for name in DECLARED if name not in WITHOUT_RIVAL
                 }
-                done = export(recorded(), made, of_16_bits, slower=SLOWER)
+                done = export(recorded(), made, of_16_bits, slower=SLOWER, known=known)
                 made = done.directory / done.name
             write(made)
         kernels = len(json.loads(TABLE.read_text(encoding="utf-8"))["kernels"])

@@ -7,6 +7,7 @@ bytes.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import keyword
@@ -35,9 +36,11 @@ from attnsweep.reports.text import Section
 from attnsweep.serve.export_code import (
     CODE,
     FAMILY,
+    Compiling,
     Families,
     compile_for_models,
     config_of,
+    cubin_file,
     gpu_of,
     gpu_row,
     is_one_call,
@@ -80,7 +83,13 @@ _CARRIED = (
     *("family/launch.py", "family/params.py", "family/time_limit.py", "family/validate.py"),
 )
 """What of attnsweep the declarations import; a package has it under the same names."""
-# Providers of PyTorch's own attention: what a call gets without a package.
+Identity = tuple[str, int, str, str, str]
+"""Family, head_dim, dtype, kind of mask and config: what tells machine code from any other."""
+
+
+def identity_of(config: Config, problem: Problem) -> Identity:
+    """The Identity of the machine code of a config that serves a problem."""
+    return family_of(problem), *kind_of_code(problem), config.label
 
 
 @dataclass(frozen=True)
@@ -124,14 +133,16 @@ def export(
     slower: float = 0.0,
     compilers: Mapping[str, Compiler] | None = None,
     compiled: Callable[[int, int], None] | None = None,
+    known: Mapping[Identity, Mapping[str, bytes]] | None = None,
 ) -> Exported:
     """Write the winners of these runs to `out`, which becomes a project that pip can install.
 
     out: is made, or replaced if it is an earlier export. guard: default: Guard(). slower: share by
     which a kernel may take longer than a shape's winner and stand in its place, so that fewer
     kernels serve all shapes. compilers: by name of the architecture (default: made here). compiled:
-    is told how many kernels have compiled, of how many, from 0 on. Raises StoreError, SpecError,
-    ToolchainError or CompileError.
+    is told how many kernels have compiled, of how many, from 0 on. known: cubins by stage of
+    machine code that is there already. Raises StoreError, SpecError, ToolchainError or
+    CompileError.
     """
     called = package_name(out, name)
     _check_target(out)
@@ -149,7 +160,7 @@ def export(
     compiler = given or Compiler(arch_named(min_arch))
     try:
         tell()
-        stages, files = _compiled(selected, families, compiler, notes, tell)
+        stages, files = _compiled(selected, families, compiler, notes, tell, known or {})
         table = _table(selected, families, stages, guard or Guard()) | {"nvrtc": compiler.version}
     finally:
         if given is None:
@@ -292,7 +303,7 @@ def _is_served(section: Section) -> bool:
 def _table(
     selected: _Selected, families: Families, stages: Sequence[Mapping[str, Any]], guard: Guard
 ) -> dict[str, Any]:
-    """The table of a package. source: a digest of the text that its machine code is compiled of."""
+    """The table of a package. source: digests of the text that each family is compiled of."""
     configs = selected.configs
     numbers = {key: number for number, key in enumerate(selected.codes)}
     used = {family_of(problem) for _, problem in selected.codes.values()} | {FAMILY}
@@ -300,7 +311,7 @@ def _table(
         "format": FORMAT,
         "code": CODE,
         "attnsweep": __version__,
-        "source": source_digest(*(families[name] for name in used)),
+        "source": {name: source_digest(families[name]) for name in used},
         "configs": list(configs),
         "kernels": [
             dict(zip(("head_dim", "dtype", "mask"), kind_of_code(p), strict=True))
@@ -466,18 +477,24 @@ def _compiled(
     compiler: Compiler,
     notes: list[str],
     tell: Callable[[], None],
+    known: Mapping[Identity, Mapping[str, bytes]],
 ) -> tuple[list[dict[str, str]], dict[str, bytes]]:
     """SHA-256 of each kernel's stages, and cubins by file name; spills go to `notes`.
 
-    tell: is called after each kernel.
+    tell: is called after each kernel. known: what need not be compiled.
     """
     rows: list[dict[str, str]] = []
     files: dict[str, bytes] = {}
     asked = [
-        compile_for_models(families[family_of(problem)], config, problem, compiler)
+        known.get(identity_of(config, problem))
+        or compile_for_models(families[family_of(problem)], config, problem, compiler)
         for config, problem in selected.codes.values()
     ]
     for each in asked:
+        if not isinstance(each, Compiling):
+            rows.append({name: hashlib.sha256(data).hexdigest() for name, data in each.items()})
+            files |= {cubin_file(rows[-1][name]): data for name, data in each.items()}
+            continue
         stages, own, spills = each.done()
         rows.append(stages)
         files |= own

@@ -139,14 +139,18 @@ class Compiling:
             spills += sum(f["spill_bytes"] for f in functions(cubin.log).values())
             data = cubin.path.read_bytes()
             stages[name] = hashlib.sha256(data).hexdigest()
-            files[f"{stages[name][:16]}.cubin"] = data
+            files[cubin_file(stages[name])] = data
         return stages, files, spills
 
 
-def source_digest(*families: Family) -> str:
-    """The SHA-256 of all text that the families' machine code is compiled of."""
-    texts = {file: text for each in families for file, text in source_closure(each.source).items()}
-    closure = sorted(texts.items())
+def cubin_file(sha256: str) -> str:
+    """The name of the file of a cubin of this SHA-256."""
+    return f"{sha256[:16]}.cubin"
+
+
+def source_digest(family: Family) -> str:
+    """The SHA-256 of all text that the family's machine code is compiled of."""
+    closure = sorted(source_closure(family.source).items())
     return hashlib.sha256(repr(closure).encode()).hexdigest()
 
 

@@ -88,9 +88,8 @@ def test_the_archives_hold_each_cubin_of_the_table_once_and_nothing_else():
 def test_fewer_kernels_than_are_shipped_need_no_compiler(tmp_path):
     """Their code is what was shipped of them."""
     winners, raw = script(), json.loads((PLACE / TABLE).read_text())
-    fewer = [{**kernel, "stages": {}} for kernel in raw["kernels"][::40]]
-    winners.exported_table, winners.recorded = lambda runs, slower: {**raw, "kernels": fewer}, list
-    assert winners.shipped_already(tmp_path)
+    fewer = {**raw, "kernels": [{**kernel, "stages": {}} for kernel in raw["kernels"][::40]]}
+    assert winners.without_compiler(tmp_path, fewer, winners.kept(raw, fewer))
     made = json.loads((tmp_path / TABLE).read_text())
     assert made["kernels"] == raw["kernels"][::40]
     assert made["nvrtc"] == raw["nvrtc"]
@@ -100,12 +99,17 @@ def test_fewer_kernels_than_are_shipped_need_no_compiler(tmp_path):
 
 
 def test_other_text_or_another_kernel_must_be_compiled(tmp_path):
+    """Of a family whose text has changed everything, and nothing else."""
     winners, raw = script(), json.loads((PLACE / TABLE).read_text())
-    winners.recorded = list
     masked = [{**raw["kernels"][0], "mask": "padded"}, *raw["kernels"][1:]]
-    for changed in ({"source": "0" * 64}, {"kernels": masked}):
-        winners.exported_table = lambda runs, slower, made=raw | changed: made
-        assert not winners.shipped_already(tmp_path / "made")
+    name, every = WGMMA_BACKWARD.kernel.name, len(raw["kernels"])
+    other = {"source": raw["source"] | {name: "0" * 64}}
+    of_other = sum(kernel.get("family") == name for kernel in raw["kernels"])
+    assert 0 < of_other < every
+    for changed, lost in ((other, of_other), ({"kernels": masked}, 0), ({"format": 0}, every)):
+        known = winners.kept(raw, raw | changed)
+        assert len(known) == every - lost
+        assert not winners.without_compiler(tmp_path / "made", raw | changed, known)
 
 
 def test_a_table_that_the_recorded_runs_no_longer_give_is_stale(capsys, tmp_path):
@@ -116,7 +120,7 @@ def test_a_table_that_the_recorded_runs_no_longer_give_is_stale(capsys, tmp_path
     assert winners.main(["--check"]) == 0
     raw = json.loads((PLACE / TABLE).read_text())
     raw["gpus"][0]["winners"][0]["gain"] += 0.01
-    raw["source"] = "0" * 64
+    raw["source"] = {}
     (tmp_path / TABLE).write_text(json.dumps(raw))
     winners.TABLE = tmp_path / TABLE
     assert winners.main(["--check"]) == 1
