@@ -14,7 +14,7 @@ import pytest
 
 import attnsweep
 from attnsweep.serve.runtime import table as tables
-from attnsweep.serve.runtime.families import WGMMA, WGMMA_BACKWARD
+from attnsweep.serve.runtime.families import WGMMA, WGMMA_BACKWARD, WIDE
 from attnsweep.serve.runtime.table import ALIGNMENT, BASE, CUBINS, TABLE, PackageError, read_table, unpacked
 
 ROOT = Path(attnsweep.__file__).parent.parent
@@ -23,9 +23,12 @@ H200_L2, H100_L2 = 62914560, 52428800
 
 
 def script():
-    spec = importlib.util.spec_from_file_location("winners", ROOT / "scripts" / "winners.py")
+    place = ROOT / "scripts"
+    spec = importlib.util.spec_from_file_location("winners", place / "winners.py")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(place)  # as of a script
+        spec.loader.exec_module(module)
     return module
 
 
@@ -44,6 +47,9 @@ def test_h100_and_h200_are_known_and_every_cubin_is_whole():
         if kernel.declaration is WGMMA_BACKWARD:
             again = kernel.values.RECOMPUTE
             assert set(stage) == {"keys", *(("queries",) if again else ("delta", "convert"))}
+            continue
+        if kernel.declaration is WIDE:
+            assert set(stage) == {"fwd", *["combine"] * (kernel.values.SPLITS > 1)}
             continue
         combine = {"combine"} if WGMMA.combines(kernel.values) else set()
         scan = {"mask"} if kernel.values.ITEM_KEYS else {"mask", "order"}

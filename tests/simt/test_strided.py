@@ -26,7 +26,8 @@ from .unusual import FLASH_FWD_WGMMA
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
-FAMILY = discover()[export_code.FAMILY]
+FAMILIES = discover()
+FAMILY = FAMILIES[export_code.FAMILY]
 # Which dimension lies where: the order of (batch, heads, seqlen) from the outermost, and how many
 # heads lie in a row that belong to others, as in slices of one tensor of q, k and v.
 LAYOUTS = {
@@ -60,7 +61,7 @@ def _strided(made: Launch, problem: Problem, strides: dict[str, tuple[int, ...]]
         batch, heads, seqlen, head_dim = problem.shape_of(given.buffer)
         of_batch, of_head, of_row = (2 * stride for stride in strides[given.buffer])
         dims, pitches = (head_dim, seqlen, heads, batch), (of_row, of_head, of_batch)
-        return replace(given, dims=dims, strides=pitches, box=(*given.box, 1))
+        return replace(given, dims=dims, strides=pitches, box=(*given.box[:2], 1, 1))
 
     return replace(made, args=tuple(map(arg, made.args)))
 
@@ -71,10 +72,8 @@ def check(simulator, words: str, problem: Problem, layouts: dict[str, str], *, l
     layouts: of each tensor of a model; what is not named lies as one like it that is: o, dO and dQ
     as q, dK as k.
     """
-    family, backward = FAMILY, problem.op == BACKWARD
-    declaration = families.WGMMA
-    if backward:
-        family, declaration = discover()["flash_bwd_wgmma"], families.WGMMA_BACKWARD
+    backward, name = problem.op == BACKWARD, families.family_of(problem)
+    family, declaration = FAMILIES[name], families.DECLARED[name]
     config = config_of(family, words)
     config = config if backward else Config({**config, "LSE": int(lse)})
     code, rows_of_heads = families.rows_of(declaration, config, problem)
@@ -197,6 +196,38 @@ def test_any_layout_is_right(simulator, layout, number):
     words = words.replace("LSE=1", "").strip()
     layouts = {"q": layout, "k": "packed", "v": "rows_first", "o": layout}
     check(simulator, words, problem, layouts, lse=bool(number % 2) or "SPLIT" in words)
+
+
+WIDE = (
+    "BLOCK_N=128 LAG=1",
+    "BLOCK_N=64 LAG=0 CLUSTER=2 HEAD_MEMBERS=2",
+    "BLOCK_N=128 LAG=1 CLUSTER=2 HEAD_MEMBERS=1 ORDER=1",
+    "BLOCK_N=64 LAG=1 SPLITS=2",
+)
+
+
+@pytest.mark.nightly(push=2)
+@pytest.mark.parametrize("words", WIDE)
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        ("(2,4/2,150x200,512) bf16 causal", "rows_first"),
+        ("(3,4/2,97x161,264) fp16 full", "packed"),
+        ("(2,4/2,130x200,320) bf16 window(70,3)", "rows_outermost"),
+        ("(2,4/2,130x200,512) bf16 causal padded(left,0)", "packed"),
+    ],
+)
+def test_wide_heads(simulator, words, shape, layout):
+    layouts = {"q": layout, "k": "packed", "v": "rows_first", "o": layout}
+    check(simulator, words, Problem.parse(shape), layouts, lse="LAG=1" in words)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("keys", ["full", "full padded(right,0)"])
+def test_one_query_of_packed_wide_heads(simulator, splits, keys):
+    problem = Problem.parse(f"(2,12/3,1x421,512) bf16 {keys}")
+    layouts = dict.fromkeys("qo", "rows_first") | {"k": "packed", "v": "rows_first"}
+    check(simulator, f"BLOCK_N=64 LAG=1 SPLITS={splits} PACK_GQA=1", problem, layouts, lse=True)
 
 
 VALUE_WORDS = (*PLAIN[:2], "BLOCK_N=64 WARPGROUPS=1 SPLITS=2 PDL=2")

@@ -47,7 +47,9 @@ class Kernel:
         elif name.endswith("_order"):
             _ints(values[-5], 1)[:] = 77
             _ints(values[-4], 2)[:] = 0
-        else:
+        elif name == "flash_fwd_wide_wgmma":
+            self._attend_wide(launch)
+        elif name != "flash_fwd_wide_wgmma_combine":  # the parts were joined at once
             self._attend(launch)
 
     def _scan(self, masks: int, mask: int, *rest: int) -> None:
@@ -140,6 +142,31 @@ class Kernel:
         unseen = (scores[..., :keys] == -math.inf).all(2)[..., None]
         weights = torch.softmax(scores, -1).nan_to_num(0)
         o.copy_(weights[..., :keys] @ v.masked_fill(unseen, 0))
+
+    @staticmethod
+    def _attend_wide(launch: dict[str, Any]) -> None:
+        *maps, o = launch["values"][:5]
+        q, k, v, again = map(tensor_of, maps)
+        lse, _, _, ranges, heads, group, rows, seqlen_q, keys, low, high, factor = launch["values"][5:]
+        assert (heads, rows, keys) == (q.shape[1], q.shape[2], k.shape[2])
+        assert (again.data_ptr(), again.stride()) == (v.data_ptr(), v.stride())
+        assert group == heads // k.shape[1]
+        compiled = set(launch["code"].decode().split())
+        i, j = torch.arange(rows)[:, None] % seqlen_q, torch.arange(keys)
+        if "causal" in compiled:
+            low, high = -keys, keys - seqlen_q
+        elif compiled.isdisjoint({"window", "padded"}):
+            low, high = -seqlen_q - keys, seqlen_q + keys
+        seen = ((j >= i + low) & (j <= i + high)).expand(*q.shape[:2], rows, keys)
+        if "padded" in compiled:
+            own = torch.from_numpy(_ints(ranges, 2 * len(q))).view(-1, 2, 1, 1, 1)
+            seen = seen & (j >= own[:, 0]) & (j < own[:, 1])
+        k, v = (each.float().repeat_interleave(group, 1) for each in (k, v))
+        scores = (q.float() @ k.mT * (factor / math.log2(math.e))).masked_fill(~seen, -math.inf)
+        if lse:
+            _floats(lse, q.shape[0] * heads * rows)[:] = scores.logsumexp(-1).ravel()
+        v = v.masked_fill(~seen.any(2)[..., None], 0)
+        tensor_of(o).copy_(torch.softmax(scores, -1).nan_to_num(0) @ v)
 
     @staticmethod
     def _seen_of_items(given: list[int], heads: int, keys: int, *, by_bits: bool) -> Any:

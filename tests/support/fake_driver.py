@@ -164,6 +164,8 @@ class FakeDriver:
             kinds = "mmmmmm" + "ppp" + "iiiiii" + "ff" + of_window + "i"
         elif function[1] == "flash_bwd_wgmma_convert":
             kinds = "pp" + "ii" + "f" + "i" + "iii"
+        elif function[1] == "flash_fwd_wide_wgmma":
+            kinds = "mmmmm" + "wpwd" + "iiiiiii" + "f"
         elif function[1].endswith("_combine"):
             kinds = "pwpw" + "ii" + "iiii"
         elif b"ITEM_KEYS=1" in code and function[1].endswith("_mask"):

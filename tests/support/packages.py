@@ -17,7 +17,7 @@ from attnsweep.core.layouts import DENSE, Padded
 from attnsweep.core.problem import CAUSAL, FULL, Problem, Scores
 from attnsweep.family.family import Config
 from attnsweep.serve import export
-from attnsweep.serve.runtime.families import WGMMA, WGMMA_BACKWARD
+from attnsweep.serve.runtime.families import WGMMA, WGMMA_BACKWARD, WIDE
 from attnsweep.serve.runtime.table import (
     CUBINS,
     FORMAT,
@@ -46,6 +46,8 @@ PLAIN = CompiledKernel(64, "bf16", "full", label(), {})
 SPLIT = replace(PLAIN, config=label(SPLITS=2, PDL=2))
 _FIRST_BACKWARD = {param.name: param.values[0] for param in WGMMA_BACKWARD.kernel.params}
 PLAIN_BACKWARD = CompiledKernel(*(64, "bf16", "full backward", Config(_FIRST_BACKWARD).label, {}, "flash_bwd_wgmma"))
+_FIRST_WIDE = {param.name: param.values[0] for param in WIDE.kernel.params}
+PLAIN_WIDE = CompiledKernel(512, "bf16", "full", Config(_FIRST_WIDE).label, {}, "flash_fwd_wide_wgmma")
 RECOMPUTED = replace(PLAIN_BACKWARD, config=Config(_FIRST_BACKWARD | {"RECOMPUTE": 1}).label)
 
 
@@ -95,6 +97,9 @@ def with_code(kernel: CompiledKernel, directory: Path) -> CompiledKernel:
     if kernel.family == WGMMA_BACKWARD.kernel.name:
         first = ("queries", "keys") if kernel.values.RECOMPUTE else ("delta", "keys", "convert")
         return replace(kernel, stages={name: code(name) for name in first})
+    if kernel.family == WIDE.kernel.name:
+        names = ("fwd", "combine") if kernel.values.SPLITS > 1 else ("fwd",)
+        return replace(kernel, stages={name: code(name) for name in names})
     scan: tuple[str, ...] = ("mask",) if kernel.values.ITEM_KEYS else ("mask", "order")
     scan = () if kernel.mask.split()[0] in ("full", "causal") else scan
     names = (*scan, "fwd", *(("combine",) if WGMMA.combines(kernel.values) else ()))
@@ -133,7 +138,7 @@ def tabled(directory: Path, *winners: Winner) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     made = table(directory, *winners).gpus[H100]
     kernels = [
-        {"head_dim": k.head_dim, "dtype": k.dtype, "mask": k.mask, "config": number}
+        {"head_dim": k.head_dim, "dtype": k.dtype, "mask": k.mask, "config": number, "family": k.family}
         | {"stages": {name: code.sha256 for name, code in k.stages.items()}}
         for number, k in enumerate(winner.kernel for winner in made.winners)
     ]

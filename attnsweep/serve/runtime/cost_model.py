@@ -27,7 +27,7 @@ from attnsweep.core.problem import Problem, ceil_div
 from attnsweep.family.family import Config
 from attnsweep.family.hopper import busiest_turns, heads_that_fit
 
-from .families import WGMMA, WGMMA_BACKWARD
+from .families import WGMMA, WGMMA_BACKWARD, WIDE
 from .table import CardCapacity, CompiledKernel
 
 FEW_QUERIES = 64
@@ -126,6 +126,16 @@ def tiling_of(declaration: Any, c: Config) -> Tiling:
         extra = 150.0 if alone else 90.0
         sizes = (keys, c.BLOCK_M, 1, 1, c.BLOCKS_PER_SM, 0, True, extra)
         return Tiling(*sizes, tail=0.2, start_us=5.0, of_memory=0.78)
+    if declaration is WIDE:
+        shares = (c.SPLITS, c.SPLITS)
+        return Tiling(
+            *(64, c.BLOCK_N, *shares, 1, 0, c.ORDER > 0, 150.0),
+            tail=0.2 if c.ORDER else 0.8,
+            start_us=1.6 * (2 if c.SPLITS > 1 else 1),
+            of_memory=0.78,
+            parts=c.SPLITS if c.SPLITS > 1 else 0,
+            packs=(FEW_QUERIES - 1) * c.PACK_GQA,
+        )
     combines = WGMMA.combines(c)
     alone = c.BLOCKS_PER_SM == 1 and not c.PERSISTENT  # nothing hides its first loads
     return Tiling(

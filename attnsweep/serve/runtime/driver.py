@@ -352,7 +352,8 @@ class Device:
         after = (
             [cuda.cuuint64_t(size) for size in (columns, *outer)],
             [cuda.cuuint64_t(stride) for stride in strides],
-            [cuda.cuuint32_t(size) for size in (*box.box, *[1] * rank)[:rank]],
+            # Of one head: a sweep's maps may have panels where a model's have heads.
+            [cuda.cuuint32_t(size) for size in (*box.box[:2], *[1] * rank)[:rank]],
             [cuda.cuuint32_t(1)] * rank,
             cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             {64: of_64, 128: of_128}[box.swizzle_bytes],

@@ -28,8 +28,11 @@ def _declared(name: str) -> Any:
 
 WGMMA = _declared("flash_fwd_wgmma")
 WGMMA_BACKWARD = _declared("flash_bwd_wgmma")
+WIDE = _declared("flash_fwd_wide_wgmma")
 FP8 = _declared("flash_fwd_fp8_wgmma")
-DECLARED: Mapping[str, Any] = {each.kernel.name: each for each in (WGMMA, WGMMA_BACKWARD, FP8)}
+DECLARED: Mapping[str, Any] = {
+    each.kernel.name: each for each in (WGMMA, WGMMA_BACKWARD, FP8, WIDE)
+}
 """The declarations by the family's name."""
 WITHOUT_RIVAL = (FP8.kernel.name,)
 """Families of calls that PyTorch's own attention does not compute."""
@@ -42,7 +45,8 @@ _ARCH = ARCHS[WGMMA.kernel.min_arch]
 def family_of(problem: Problem) -> str:
     """Name of the family that a package calls for a problem."""
     own = [each.kernel for each in DECLARED.values() if problem.op.name in each.kernel.ops]
-    return str(next((each for each in own if problem.dtype in each.dtypes), own[0]).name)
+    takes = (e for e in own if problem.dtype in e.dtypes and problem.head_dim in e.head_dims)
+    return str(next(takes, own[0]).name)
 
 
 def has_rival(problem: Problem) -> bool:

@@ -28,12 +28,24 @@ SETTINGS = [
 time."""
 
 
+# Rows of a tile of PyTorch's efficient backward.
+_EFFICIENT_ROWS = 32
+# The widest heads of PyTorch's flash attention and cuDNN's.
+_FLASH_HEAD_DIM = 256
+
+
+def is_efficient(query: torch.Tensor) -> bool:
+    """Whether PyTorch's efficient attention is all that it has for gradients of such heads."""
+    return bool(query.shape[3] > _FLASH_HEAD_DIM)
+
+
 def with_lse(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output and the log-sum-exp of `forward_lse`, by what PyTorch itself would call.
 
-    That is cuDNN or flash: what no backward of these can take is computed by flash.
+    That is cuDNN, flash, or the efficient one: what no backward of cuDNN can take is not computed
+    by it.
     """
     if _takes_cudnn(query, key, value, causal, scale):
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
@@ -41,6 +53,12 @@ def with_lse(
         out, lse, *_ = cudnn(*map(aligned, (query, key, value)), *how, scale=scale)
         return like(out, query, value), lse.squeeze(-1).contiguous()
     given = [aligned(_with_contiguous_head_dim(each)) for each in (query, key, value)]
+    if is_efficient(query):
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        q, *keys = given
+        k, v = (_for_queries(each, query) for each in keys)
+        out, lse, *_ = efficient(q, k, v, None, True, 0.0, causal, scale=scale)
+        return like(out, query, value), lse[..., : query.shape[2]].contiguous()
     given = _of_one_head_dim(*given)
     flash = torch.ops.aten._scaled_dot_product_flash_attention
     out, lse, *_ = flash(*given, 0.0, causal, False, scale=scale)
@@ -143,7 +161,7 @@ class Gradient(torch.autograd.Function):  # type: ignore[misc]
         by = plan.by_pytorch
         if by is None or by[0] != settings:
             by_cudnn = _takes_cudnn(query, key, value, plan.causal, plan.scale)
-            gradients = _cudnn_gradients if by_cudnn else _flash_gradients
+            gradients = _gradients_of(query, by_cudnn)
             by = plan.by_pytorch = (settings, gradients, plan.causal, plan.scale)
         ctx.by, ctx.own = by, backward
         made = plan.launched(query, key, value)
@@ -209,9 +227,9 @@ def of_operator(operator: Any, op: Any) -> Callable[..., tuple[Any, ...]]:
 def gradients_by_pytorch(
     grad: torch.Tensor, saved: tuple[torch.Tensor, ...], causal: bool, scale: float, cudnn: bool
 ) -> tuple[Any, ...]:
-    """dq, dk and dv by PyTorch's own backward, of cuDNN or of flash."""
+    """dq, dk and dv by PyTorch's own backward; cudnn: whether it would call cuDNN's."""
     seed = grad.new_empty((), dtype=torch.int64)
-    gradients = _cudnn_gradients if cudnn else _flash_gradients
+    gradients = _gradients_of(saved[0], cudnn)
     return gradients(grad, saved, causal, scale, seed)
 
 
@@ -219,6 +237,13 @@ def gradients_by_pytorch(
 def _no_seed(device: torch.device) -> torch.Tensor:
     """The seed of no dropout, one for all calls."""
     return torch.empty((), dtype=torch.int64, device=device)
+
+
+def _gradients_of(query: torch.Tensor, cudnn: bool) -> Callable[..., tuple[Any, ...]]:
+    """The backward that PyTorch would call. cudnn: whether it is cuDNN's."""
+    if cudnn:
+        return _cudnn_gradients
+    return _efficient_gradients if is_efficient(query) else _flash_gradients
 
 
 def _flash_gradients(
@@ -241,6 +266,36 @@ def _flash_gradients(
     if alike:
         return grads
     return tuple(each[..., : of.shape[3]] for each, of in zip(grads, inputs, strict=True))
+
+
+def _efficient_gradients(
+    grad: torch.Tensor,
+    saved: tuple[torch.Tensor, ...],
+    causal: bool,
+    scale: float,
+    seed: torch.Tensor,
+) -> tuple[Any, ...]:
+    """PyTorch's own efficient backward, from our output and log-sum-exp.
+
+    It reads the log-sum-exps of whole tiles of rows, and has as many key heads as query heads.
+    """
+    *inputs, out, lse = saved
+    grad, query, *keys = (aligned(_with_contiguous_head_dim(each)) for each in (grad, *inputs))
+    key, value = (_for_queries(each, query) for each in keys)
+    lse = pad(lse, (0, -lse.shape[2] % _EFFICIENT_ROWS), value=torch.inf)
+    backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    how: Any = (seed, seed, 0.0, [True, True, True, False], causal)
+    dq, dk, dv, _ = backward(grad, query, key, value, None, out, lse, *how, scale=scale)
+    heads = keys[0].shape[1]
+    if heads != query.shape[1]:
+        dk, dv = (each.unflatten(1, (heads, -1)).sum(2) for each in (dk, dv))
+    return dq, dk, dv
+
+
+def _for_queries(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Keys or values, repeated for the query heads that share them."""
+    group = query.shape[1] // tensor.shape[1]
+    return tensor if group == 1 else tensor.repeat_interleave(group, 1)
 
 
 def _cudnn_gradients(

@@ -39,7 +39,7 @@ from .call import (
 from .call_cache import MetCalls, transformed
 from .dispatch import Choice, choose
 from .driver import StridedTensor, rows_of_group, unmapped
-from .families import WGMMA
+from .gradients import is_efficient
 from .intervals import forms
 from .launcher import Launcher
 from .sdpa_patch import asked_once
@@ -290,8 +290,8 @@ class Planner:
             steps = (0, *steps[1:])
         options: Any = {"lse": lse, "strides": {OUT: layout}, "mask_strides": steps}
         options |= {"bias_rows": tensors["bias"].sizes[2]} if biased else {}
-        made = families.launches(WGMMA, kernel.values, problem, by, **options)
-        spaces = families.workspaces(WGMMA, kernel.values, problem)
+        made = families.launches(kernel.declaration, kernel.values, problem, by, **options)
+        spaces = families.workspaces(kernel.declaration, kernel.values, problem)
         if not made.keys() <= kernel.stages.keys():
             return self.without_kernel(NO_CODE)
         calls = {name: launch for name, launch in made.items() if not launch.once}
@@ -300,6 +300,8 @@ class Planner:
         listed = [name for name in spaces if name in shared]
         own = [name for name in spaces if name not in shared]
         names = (*NAMES, *(["lse"] if lse else []), *own, *listed)
+        ranges = any("key_range" in launch.args for launch in calls.values())
+        names += ("key_range",) * ranges
         names += ("bias",) * biased + ("sinks",) * (call.sinks is not None)
         rows = (problem.batch, problem.heads, problem.seqlen_q)
         return ForwardPlan(
@@ -322,6 +324,7 @@ class Planner:
             scan_places=tuple(accumulate((_apart(spaces[n]) for n in listed), initial=0)),
             scan_reads=tuple(name for name in _SCANNED if name in shared),
             limits=limits,
+            ranges=ranges,
             biased=biased,
             out=None if out.shape == call.query.shape else (tuple(out.shape), out.stride()),
         )
@@ -422,9 +425,13 @@ def choice_of(gpu: TunedGpu, call: Call, gradients: bool = False) -> tuple[Choic
         except ProblemError as error:
             return Choice(None, "far", error.what), None
         choice = choose(gpu, problem, gradients=gradients)
-        if gradients and choice.kernel is not None and not families.has_lse(problem.variant):
-            why = "the kernel has no code that a gradient needs"
-            choice = Choice(None, "no_lse", why, choice.gain)
+        if gradients and choice.kernel is not None:
+            if not families.has_lse(problem.variant):
+                why = "the kernel has no code that a gradient needs"
+                choice = Choice(None, "no_lse", why, choice.gain)
+            elif call.lse is None and is_efficient(call.query) and _is_deterministic():
+                why = "PyTorch's gradients of wide heads may be in no fixed order"
+                choice = Choice(None, "deterministic", why, choice.gain)
         found.append((choice, problem))
         if found[-1][0].kernel is not None:
             return found[-1]

@@ -68,9 +68,10 @@ class ForwardPlan(ServingPlan):
     share keys. rows: sizes of the log-sum-exp. by_pytorch: PyTorch's own backward: the settings on
     which it depends, its function, causal and scale; once asked. scan: the launches that make the
     list of a mask, with names of what they write, and its places and end in memory of 32-bit words;
-    scans: once they are loaded. scan_reads: the names of what they read. biased: whether a call
-    reads its mask itself, as numbers that are added to scores. copied: whether it reads a copy of
-    that, since no tensor map can describe the mask. of_rows: the plan of the call with a contiguous
+    scans: once they are loaded. scan_reads: the names of what they read. ranges: whether
+    a call reads the keys of its items themselves. biased: whether it reads its mask itself, as
+    numbers that are added to scores. copied: whether it reads a copy of that, since no tensor map
+    can describe the mask. of_rows: the plan of the call with a contiguous
     query, by which it is served, if the rows of its groups are not equally far apart. short_scan:
     whether the scan of its mask outlasts the call. limits: the mask by diagonals, if the call has
     it so. out: sizes and strides of the output, if it is not like q.
@@ -88,6 +89,7 @@ class ForwardPlan(ServingPlan):
     scan_places: tuple[int, ...] = ()
     scan_reads: tuple[str, ...] = ()
     scans: BoundLaunches | None = None
+    ranges: bool = False
     biased: bool = False
     copied: bool = False
     of_rows: ForwardPlan | None = None
@@ -149,10 +151,10 @@ class ForwardPlan(ServingPlan):
                 if listed is None:
                     listed = self._listed(query, key, mask, keep, stream)
                 addresses += listed.addresses
-            elif self.copied:
+            elif self.copied or self.ranges:
                 listed = launcher.masks.find((mask,), self, stream) if keep else None
                 if listed is None:
-                    copy = bias_copied(mask)
+                    copy = self._ranges(query, key, mask) if self.ranges else bias_copied(mask)
                     listed = MaskList((copy.data_ptr(),), (copy,))
                     if keep:
                         launcher.masks.keep((mask,), self, stream, listed)
@@ -179,6 +181,10 @@ class ForwardPlan(ServingPlan):
             names = (*self.scan_names, *self.scan_reads)
             self.scans = device.launches(self.scan, self.stages, self.tensors, names)
         return super(ForwardPlan, self).load(device, calls)  # slots make the class anew
+
+    def _ranges(self, query: Any, key: Any, lengths: Any) -> torch.Tensor:
+        """The keys of each item, as a kernel reads them."""
+        return scanned("key_range", self.limits or (None, None), query, key, lengths)
 
     def _listed(self, query: Any, key: Any, mask: Any, keep: bool, stream: int) -> MaskList:
         """The lists of a call's mask, made in this stream now. Raises DriverError."""
