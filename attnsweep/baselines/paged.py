@@ -1,4 +1,4 @@
-"""The baselines of a paged cache: FlashAttention-3, and PyTorch on the same keys in a row.
+"""The baselines of a paged cache: FlashAttention-3, FlashMLA, and PyTorch on keys in a row.
 
 Before any call is timed, they get a cache and a table of their own, in which what no request has is
 0: an engine's holds no NaN, and no call need withstand it.
@@ -38,10 +38,15 @@ def flash_3(*, ready: bool = False, fp8: bool = False) -> Builder:
         options: dict[str, Any] = {"causal": problem.mask.interval.right == 0, **window(problem)}
         if problem.scores.softcap:
             options["softcap"] = float(problem.scores.softcap)
+        of_v, in_key = problem.value_dim, problem.value_in_key
+        columns = problem.head_dim - of_v if in_key else problem.head_dim
+        if in_key:
+            options["softmax_scale"] = problem.scale
         if ready:
             options["scheduler_metadata"] = importlib.import_module(module).get_scheduler_metadata(
                 *(problem.batch, problem.seqlen_q, problem.seqlen_k),
-                *(problem.heads, problem.heads_kv, problem.head_dim, lengths),
+                *(problem.heads, problem.heads_kv, columns, lengths),
+                **({"headdim_v": of_v} if in_key else {}),
                 qkv_dtype=torch.float8_e4m3fn if fp8 else _type(torch, problem),
                 page_size=layout.page_size,
                 causal=options["causal"],
@@ -50,9 +55,13 @@ def flash_3(*, ready: bool = False, fp8: bool = False) -> Builder:
             )
 
         def convert(*inputs: Any) -> tuple[Any, ...]:
-            q, k, v, *scales = inputs
-            pages = [_slots(torch, x, layout) for x in (k, v)]
+            q, *pages = inputs
+            pages, scales = [_slots(torch, x, layout) for x in pages[:2]], pages[2:]
             q = q.transpose(1, 2).contiguous()
+            if in_key:  # the queries of the values, and of the other columns, are apart
+                (keys,) = pages
+                parts = q[..., of_v:].contiguous(), q[..., :of_v].contiguous()
+                return (parts[0], keys[..., of_v:], keys[..., :of_v], parts[1])
             if not fp8:
                 return (q, *pages)
             batch, _, heads, _ = q.shape
@@ -62,14 +71,36 @@ def flash_3(*, ready: bool = False, fp8: bool = False) -> Builder:
             stored = (q.float() / each[:, None, :, None]).to(torch.float8_e4m3fn)
             return (stored, *pages, descale.contiguous(), *scales)
 
-        def forward(q: Any, k: Any, v: Any, *scales: Any) -> Any:
-            how = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=False))
+        def forward(q: Any, k: Any, v: Any, *more: Any) -> Any:
+            names = ("qv",) if in_key else ("q_descale", "k_descale", "v_descale")
+            how = dict(zip(names, more, strict=False))
             out = attention()(q, k, v, cache_seqlens=lengths, page_table=table, **options, **how)
             return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
         return [Way(forward, convert)]
 
     return build
+
+
+def flash_mla(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
+    """FlashMLA's decode, whose first call makes the plan of all."""
+    (module,) = installed("flash_mla", ("flash_mla",))
+    package = functools.cache(lambda: importlib.import_module(module))
+    plan = functools.cache(lambda: package().get_mla_metadata()[0])
+    table, lengths = _table(torch, problem)
+    if (size := _layout(problem).page_size) != 64:
+        raise Unavailable(f"FlashMLA has pages of 64 keys, not {size}")
+    how = {"softmax_scale": problem.scale, "causal": problem.mask.interval.right == 0}
+
+    def convert(q: Any, k: Any) -> tuple[Any, ...]:
+        return q.transpose(1, 2).contiguous(), _slots(torch, k, _layout(problem))
+
+    def forward(q: Any, k: Any) -> Any:
+        given = (q, k, table, lengths, problem.value_dim, plan())
+        out, _ = package().flash_mla_with_kvcache(*given, **how, use_legacy=True)
+        return out.transpose(1, 2)
+
+    return [Way(forward, convert)]
 
 
 def dense(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
@@ -91,11 +122,12 @@ def dense(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
         return attention(q, k, v, enable_gqa=group > 1)
 
     def grouped(q: Any, k: Any, v: Any) -> Any:  # the queries of a key head are its rows
-        return attention(q.reshape(problem.batch, problem.heads_kv, -1, q.shape[3]), k, v).reshape(
-            q.shape
-        )
+        rows = q.reshape(problem.batch, problem.heads_kv, -1, q.shape[3])
+        return attention(rows, k, v, scale=problem.scale).reshape(*q.shape[:3], -1)
 
     ways = [Way(forward, convert)]
+    if problem.value_in_key:
+        return [Way(grouped, convert)]
     return [Way(grouped, convert), *ways] if group > 1 else ways
 
 
@@ -115,9 +147,16 @@ def gathered(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     if left is not None:
         seen = seen & (keys >= own - left)
     seen = seen.expand(problem.batch, 1, problem.seqlen_q, len(keys)).contiguous()
+    of_heads = seen.repeat(1, 1, problem.heads if problem.value_in_key else 1, 1)
 
-    def convert(q: Any, k: Any, v: Any, *scales: Any) -> tuple[Any, ...]:
-        return (q, *(_slots(torch, x, layout) for x in (k, v)), *scales)
+    def convert(q: Any, *pages: Any) -> tuple[Any, ...]:
+        return (q, *(_slots(torch, x, layout) for x in pages[:2]), *pages[2:])
+
+    def latent(q: Any, k: Any) -> Any:  # the queries of all heads are the rows of one
+        k = k[table].flatten(1, 2).transpose(1, 2)
+        rows, v = q.reshape(problem.batch, 1, -1, q.shape[3]), k[..., : problem.value_dim]
+        made = attention(rows, k, v, attn_mask=of_heads, scale=problem.scale)
+        return made.reshape(*q.shape[:3], -1)
 
     def forward(q: Any, k: Any, v: Any, *scales: Any) -> Any:
         rows = []
@@ -128,7 +167,7 @@ def gathered(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
             rows.append(x)
         return attention(q, *rows, attn_mask=seen, enable_gqa=q.shape[1] != rows[0].shape[1])
 
-    return [Way(forward, convert)]
+    return [Way(latent if problem.value_in_key else forward, convert)]
 
 
 def _layout(problem: Problem) -> Paged:
@@ -165,7 +204,7 @@ def _without_nan(torch: Any, x: Any) -> Any:
 
 
 def _in_a_row(torch: Any, problem: Problem, *pages: Any) -> list[Any]:
-    """k and v as (batch, heads_kv, seqlen_k, head_dim) of q's dtype."""
+    """k and v as (batch, heads_kv, seqlen_k, head_dim) of q's dtype; v may be a part of k."""
     table, _ = _table(torch, problem)
     layout, scales = _layout(problem), pages[2:]
     made = []
@@ -175,4 +214,4 @@ def _in_a_row(torch: Any, problem: Problem, *pages: Any) -> list[Any]:
         if scales:
             rows = rows.float() * scales[at][:, :, None, None]
         made.append(rows.to(_type(torch, problem)).contiguous())
-    return made
+    return [*made, made[0][..., : problem.value_dim]] if problem.value_in_key else made

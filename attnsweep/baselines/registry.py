@@ -42,6 +42,7 @@ _FLASH_3 = Package(
     "pip install tokenspeed-fa3 (fp16, bf16, FP8) or fa3-fwd (bf16, FP8), or build "
     "FlashAttention's hopper/ directory",
 )
+_FLASH_MLA = Package(("sgl-flash-mla",), "pip install --no-deps sgl-flash-mla")
 _FLASH_4 = Package(("flash-attn-4",), "pip install flash-attn-4")
 _CUDNN = Package(("nvidia-cudnn-frontend",), "pip install nvidia-cudnn-frontend")
 _TRITON = Package(
@@ -123,11 +124,20 @@ BACKENDS = {
             package=_FLASH_3,
             layouts=("dense", "padded", "packed", "paged"),
             scores=("softcap",),
+            value_in_key=True,
         ),
         Backend(
             *("flash_attn_3_ready", {"forward": paged.flash_3(ready=True)}, _FLASH_3),
             layouts=("paged",),
             scores=("softcap",),
+            value_in_key=True,
+        ),
+        Backend(
+            *("flash_mla", {"forward": paged.flash_mla}, _FLASH_MLA),
+            masks=("full", "causal"),
+            layouts=("paged",),
+            value_in_key=True,
+            cannot=lambda p: None if p.value_in_key else "does value_in_key alone",
         ),
         Backend(
             "flash_attn_3_fp8",
@@ -140,8 +150,16 @@ BACKENDS = {
             *("flash_attn_3_fp8_ready", {"forward": paged.flash_3(ready=True, fp8=True)}, _FLASH_3),
             layouts=("paged",),
         ),
-        Backend("torch_dense", {"forward": paged.dense}, TORCH, layouts=("paged",)),
-        Backend("torch_gathered", {"forward": paged.gathered}, TORCH, layouts=("paged",)),
+        Backend(
+            *("torch_dense", {"forward": paged.dense}, TORCH),
+            layouts=("paged",),
+            value_in_key=True,
+        ),
+        Backend(
+            *("torch_gathered", {"forward": paged.gathered}, TORCH),
+            layouts=("paged",),
+            value_in_key=True,
+        ),
         _flash(
             *("flash_attn_4", "flash_attn.cute"),
             gradients=True,

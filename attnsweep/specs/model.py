@@ -61,6 +61,7 @@ BaselineName = Literal[
     "flash_attn_3_fp8_ready",
     "torch_dense",
     "torch_gathered",
+    "flash_mla",
 ]
 KNOWN_BASELINES: tuple[BaselineName, ...] = get_args(BaselineName)
 OWN_BF16: BaselineName = "attnsweep_bf16"
@@ -73,7 +74,7 @@ CUDNN_DETERMINISTIC: BaselineName = "cudnn_deterministic"
 """It does backwards alone, and is slower than `cudnn`: it must be asked for."""
 OF_PAGED: tuple[BaselineName, ...] = (
     *("flash_attn_3", "flash_attn_3_ready", "flash_attn_3_fp8", "flash_attn_3_fp8_ready"),
-    *("torch_dense", "torch_gathered"),
+    *("torch_dense", "torch_gathered", "flash_mla"),
 )
 """Those of a paged cache: all but FlashAttention-3 do nothing else, and must be asked for; `tune`
 asks for them where caches are paged."""

@@ -12,7 +12,7 @@ from attnsweep.baselines.registry import BACKENDS
 from attnsweep.core.cases import Case, small_cases
 from attnsweep.core.errors import ProblemError
 from attnsweep.core.hardware import arch_named
-from attnsweep.core.layouts import DENSE
+from attnsweep.core.layouts import DENSE, Paged
 from attnsweep.core.ops import FORWARD
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
@@ -147,6 +147,19 @@ def test_each_baseline_takes_it_or_says_why_not():
     for name in ("triton_flash", "flash_attn_2"):
         assert reasons[name] == f"{name} has no head_dim_v: v has as many columns as q"
         assert BACKENDS[name].supports(replace(MLA, head_dim_v=None)) is None
+
+
+def test_who_can_read_values_in_keys():
+    latent = Problem.parse("(128,16/1,1x4096,576/512) bf16 causal paged(64) value_in_key")
+    able = {name for name, kernel in FAMILIES.items() if kernel.refusal(latent, ARCH) is None}
+    assert able == {"flash_mla_wgmma"}
+    own = FAMILIES["flash_mla_wgmma"]
+    assert own.refusal(MLA, ARCH) == "reads no v apart from k"
+    assert own.refusal(replace(latent, layout=Paged(16)), ARCH) == "serves only pages of 64 keys"
+    able = {name for name, each in BACKENDS.items() if each.supports(latent) is None}
+    assert able == {"flash_attn_3", "flash_attn_3_ready", "flash_mla", "torch_dense", "torch_gathered"}
+    apart = Problem.parse("(128,16/1,1x4096,128) bf16 causal paged(64)")
+    assert BACKENDS["flash_mla"].supports(apart) == "flash_mla does value_in_key alone"
 
 
 # -- the oracle -----------------------------------------------------------------------------------
