@@ -134,6 +134,27 @@ def test_a_graph_replays_with_other_lengths_tables_and_keys():
     engine.check(engine.call())  # outside, as before
 
 
+def test_blocks_that_share_keys_give_equal_bits_and_leave_their_counts_as_they_were():
+    """64 packed rows of few requests: each of their tiles is shared, of some requests alone."""
+    engine = Engine([8000, 77, 5000, 0, 1, 2047], heads=64, heads_kv=4, rows=4, capacity=8192)
+    how = {"cache_seqlens": engine.lengths, "page_table": engine.table, "causal": True}
+    config = paged.explain_flash_attn_with_kvcache(engine.q, *engine.slots, **how).kernel
+    assert "append_paged_wgmma" in config
+    assert "SPLITS=1" not in config
+    first = engine.call(return_softmax_lse=True)
+    engine.check(*first)
+    for _ in range(20):
+        again = engine.call(return_softmax_lse=True)
+    assert all(torch.equal(*each) for each in zip(first, again, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = engine.call(return_softmax_lse=True)
+    for lengths in ([1, 8192, 300, 0, 4096, 4097], [8192] * 6):
+        engine.fill(lengths)
+        graph.replay()
+        engine.check(out, lse)
+
+
 def test_two_streams_at_once():
     engines = [Engine(MIXED, seed=seed) for seed in range(2)]
     streams = [torch.cuda.Stream() for _ in engines]

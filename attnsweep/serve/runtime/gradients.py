@@ -277,9 +277,11 @@ def _efficient_gradients(
 ) -> tuple[Any, ...]:
     """PyTorch's own efficient backward, from our output and log-sum-exp.
 
-    It reads the log-sum-exps of whole tiles of rows, and has as many key heads as query heads.
+    It reads the log-sum-exps of whole tiles of rows, has as many key heads as query heads, and
+    takes the output's rows for those of its own forward, which has the heads of a row together.
     """
     *inputs, out, lse = saved
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
     grad, query, *keys = (aligned(_with_contiguous_head_dim(each)) for each in (grad, *inputs))
     key, value = (_for_queries(each, query) for each in keys)
     lse = pad(lse, (0, -lse.shape[2] % _EFFICIENT_ROWS), value=torch.inf)
