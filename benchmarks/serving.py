@@ -48,7 +48,7 @@ CALLS: dict[str, Any] = {
     "32 decode at 128 or 4k": ([1] * 32, [128] * 16 + [4096] * 16, *LLAMA, 16),
 }
 
-LOOPS = 6  # the first of each is not counted
+LOOPS = 4  # the first of each is not counted
 
 
 def flash_3(**given: Any) -> Any:

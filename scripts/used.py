@@ -220,17 +220,24 @@ def training_models(path: Path = ROOT / CARD / "training_models.json") -> str:
 
 PAGED = {
     "decoding in bf16": (("paged", "paged_more", "paged_rows"), "flash_attn_3_ready"),
-    "decoding from FP8": (("paged_fp8", "paged_fp8_more"), "flash_attn_3_fp8_ready"),
-    "prompts in pieces": (("append",), "flash_attn_3_ready"),
+    "decoding from FP8": (
+        ("paged_fp8", "paged_fp8_more", "paged_fp8_rest"),
+        "flash_attn_3_fp8_ready",
+    ),
+    "prompts in pieces": (("append", "append_few"), "flash_attn_3_ready"),
 }
 """Runs of paged caches, and the baseline of each: FlashAttention-3 with its metadata ready."""
+_FEW_QUERIES, _BEYOND_L2 = 16, 2 * 60 * 2**20
 
 
 def paged(book: Any) -> dict[str, list[dict[str, Any]]]:
     """Each recorded problem of a kind: our µs, FlashAttention-3's, its ratio, and dense PyTorch's.
 
-    A problem on which FlashAttention-3 has no sound row is left out.
+    read: the share of our time that a plain read of the same bytes takes, as limits.json has its
+    rate, where queries are few and the bytes far more than L2 holds. A problem on which
+    FlashAttention-3 has no sound row is left out.
     """
+    rate = book.file("limits.json")["rates"]["dram_read"]
     found: dict[str, list[dict[str, Any]]] = {}
     for kind, (runs, baseline) in PAGED.items():
         found[kind] = []
@@ -243,6 +250,8 @@ def paged(book: Any) -> dict[str, list[dict[str, Any]]]:
                 if theirs is not None:
                     row = {"problem": problem.label, "ours": ours.us, "theirs": theirs.us}
                     row |= {"ratio": theirs.us / ours.us}
+                    if problem.seqlen_q <= _FEW_QUERIES and problem.min_bytes > _BEYOND_L2:
+                        row |= {"read": 1e6 * problem.min_bytes / rate / ours.us}
                     found[kind].append(row | ({"dense": dense.us / ours.us} if dense else {}))
     return found
 
@@ -250,12 +259,12 @@ def paged(book: Any) -> dict[str, list[dict[str, Any]]]:
 def paged_table(found: Mapping[str, list[dict[str, Any]]], gpu: str) -> str:
     """The rows of `paged` in Markdown."""
     lines = [f"On an {gpu}, in the same rounds:", ""]
-    lines += ["| problem | µs | FlashAttention-3, µs | × | PyTorch, dense, × |"]
-    lines += ["|---|" + "---:|" * 4]
+    lines += ["| problem | µs | FlashAttention-3, µs | × | PyTorch, dense, × | plain read, × |"]
+    lines += ["|---|" + "---:|" * 5]
     for row in (row for rows in found.values() for row in rows):
-        dense = f"{row['dense']:.2f}" if "dense" in row else "–"
+        dense, read = (f"{row[name]:.2f}" if name in row else "–" for name in ("dense", "read"))
         times = f"{row['ours']:.1f} | {row['theirs']:.1f} | {row['ratio']:.2f}"
-        lines.append(f"| {row['problem']} | {times} | {dense} |")
+        lines.append(f"| {row['problem']} | {times} | {dense} | {read} |")
     return "\n".join(lines) + "\n"
 
 
