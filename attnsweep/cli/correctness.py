@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -133,10 +134,11 @@ def verify(
     fp32, and shows neither races nor what is slow.
 
     Finds results over the limits of error; in a template also reads and writes out of bounds, with
-    buffer, block and lane, deadlocks, races between threads, and barriers and copies that are used
-    wrongly; in a callable writes to inputs, and the line that raised. Each finding is a paragraph.
-    The exit code is 1 if there is one, 2 if a kernel cannot be built. It times nothing, and sees no
-    PTX: a pass is no run on a GPU.
+    buffer, line, block and lane, deadlocks, races between threads, and barriers and copies that are
+    used wrongly; in a callable writes to inputs, and the line that raised. Of each kind the first
+    finding is a paragraph, and the last lines say in which cases it is. The exit code is 1 if there
+    is one, 2 if a kernel cannot be built. It times nothing, and sees no PTX: a pass is no run on a
+    GPU.
 
     One config runs the small cases of every dtype, mask, layout and change of scores that the
     declaration has, with one head_dim. The last lines say what ran and what did not.
@@ -175,6 +177,7 @@ def verify(
     how: dict[str, Any] = {"arch": arch_named(arch), "asan": asan}
     how["schedules"] = range(len(simulator.SCHEDULES) + seeds)
     findings: list[dict[str, str]] = []
+    kinds: dict[str, list[dict[str, str]]] = {}
     covered: list[dict[str, Any]] = []
     ran, begin = 0, time.monotonic()
     with made as machine, ThreadPoolExecutor(os.cpu_count() if called else 1) as pool:
@@ -192,13 +195,23 @@ def verify(
                     if finding is not None
                 ]
                 findings += wrong
-                if wrong and not json_:
-                    print_result([_paragraph(wrong, len(cases))], None, False)
+                for each in wrong:
+                    alike = kinds.setdefault(_kind(each), [])
+                    alike.append(each)
+                    if len(alike) == 1 and not json_:
+                        first = f"{each['kernel']} {each['config']}: {each['case']}:"
+                        print_result([f"{first}\n{each['finding']}\n"], None, False)
             covered.append(_coverage(family, runs, others))
     found = counted(len(findings), "finding")
     last = f"{found} in {counted(ran, 'case')} of {counted(len(families), 'kernel')}"
     if json_:
         print_result([], {"cases": ran, "findings": findings, "coverage": covered}, True)
+    for first, *more in () if json_ else kinds.values():
+        if more:
+            like = f"{1 + len(more)} of {ran} cases: {first['finding'].splitlines()[0]}"
+            print_result(
+                [f"{like}\n  as in {'; '.join(each['case'] for each in more)}\n"], None, False
+            )
     for each in covered:
         for line in _covered_lines(each):
             errors.print(Text(line), soft_wrap=True)
@@ -206,13 +219,13 @@ def verify(
     raise typer.Exit(1 if findings else 0)
 
 
-def _paragraph(findings: Sequence[dict[str, str]], of: int) -> str:
-    """The first finding of a config in cases of one kind, and in which others there is one."""
-    first, *more = findings
-    said = f"{first['kernel']} {first['config']}: {first['case']}:\n{first['finding']}\n"
-    if not more:
-        return said
-    return f"{said}{len(more)} of {of - 1} like it: {'; '.join(each['case'] for each in more)}\n"
+def _kind(finding: dict[str, str]) -> str:
+    """What findings of one bug share: all but numbers, and where a thread was."""
+    told = [line for line in finding["finding"].splitlines() if not line.startswith("  in block")]
+    text = "\n".join(
+        line if " at " in line else re.sub(r"[\d.]+(e[+-]\d+)?", "#", line) for line in told
+    )
+    return f"{finding['kernel']}: {text.replace('nan', '#')}"
 
 
 def _configs(
@@ -275,8 +288,8 @@ def _finding(
         found = machine.check(family, config, case, **how)
     except BuildError as error:
         hint = (
-            "the simulator knows the headers of kernels/common and the family's own; it takes "
-            "neither CUDA's headers, nor asm, nor static __shared__ arrays"
+            "the simulator knows the headers of kernels/common, the family's own, and of CUDA's "
+            "cuda_fp16.h, cuda_bf16.h and mma.h; no asm"
         )
         raise KernelError(str(error), where=str(family.source), hint=hint) from error
     except SimtError as error:

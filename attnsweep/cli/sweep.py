@@ -261,16 +261,18 @@ def _write_kernel(
 ) -> None:
     """Write a template, its declaration and its spec. Raises SpecError or KernelError."""
     from attnsweep.specs.starter import spec_of_kernel
-    from attnsweep.tools.inline import declaration, template
+    from attnsweep.tools.from_source import declared
+    from attnsweep.tools.inline import declaration, template, with_order
 
     if not name.isidentifier():
         raise SpecError(f"a kernel's name is a C identifier, not {name!r}", where="--kernel")
     if layout not in ORDERS:
         raise SpecError(f"one of {', '.join(ORDERS)}, not {layout!r}", where="--layout")
     text = template(name, source, layout)
+    own = None if source is None else declared(name, text)
     texts = {
         ".cu": text,
-        ".py": declaration(name, None if source is None else text, layout),
+        ".py": declaration(name, layout) if own is None else with_order(own.text, layout),
         ".yaml": spec_of_kernel(name, problems, arch),
     }
     for ending in texts:
@@ -279,12 +281,15 @@ def _write_kernel(
     Path(name).mkdir(exist_ok=True)
     for ending, made in texts.items():
         write_spec(Path(name, name + ending), made, force)
-    spec = f"{name}/{name}.yaml"
+    spec, left = f"{name}/{name}.yaml", own.open if own else ()
     lines = [
         f"{name}/: {name}.cu, the template; {name}.py, its declaration; {name}.yaml, a sweep of it",
+        *(f"guessed: {said}" for said in (own.guessed if own else ())),
+        *(f"{name}/{name}.py:{at}: not known: {said}; edit it" for at, said in left),
         f"next: attnsweep verify {name}, attnsweep compile {spec}, attnsweep run {spec}",
     ]
-    print_result(lines, {"spec": spec, "kernel": name}, json_)
+    told = {} if own is None else {"guessed": own.guessed, "open": [said for _, said in left]}
+    print_result(lines, {"spec": spec, "kernel": name} | told, json_)
 
 
 @command(FIND)

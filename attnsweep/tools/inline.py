@@ -17,7 +17,7 @@ from attnsweep.core.ops import ORDERS
 from attnsweep.core.problem import SIZES, Problem, Value
 from attnsweep.family.family import Config, Family, Launch, Param, Rule
 
-_NOISE = re.compile(r"//[^\n]*|/\*.*?\*/|__launch_bounds__\s*\([^)]*\)|\\\n", re.DOTALL)
+NOISE = re.compile(r"//[^\n]*|/\*.*?\*/|__launch_bounds__\s*\([^)]*\)|\\\n", re.DOTALL)
 _KERNEL = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(\w+)\s*\(([^)]*)\)')
 _NAMES = {name: name for name in (*SIZES, "value_dim", "scale")} | {"seqlen": "seqlen_q"}
 """What stands for a number of the problem, and its attribute."""
@@ -86,7 +86,7 @@ def kernel_in(source: str) -> tuple[str, list[str]]:
 
     Raises KernelError.
     """
-    found = _KERNEL.findall(_NOISE.sub(" ", source))
+    found = _KERNEL.findall(NOISE.sub(" ", source))
     if len(found) != 1:
         what = f"{len(found)} kernels in the source; it needs one"
         raise KernelError(what, hint='declare it as extern "C" __global__ void name(...)')
@@ -125,51 +125,6 @@ def _launch(
 
 
 _EXAMPLE = "naive"
-# How a launch passes an argument, by what it is usually called, without case and underscores.
-_ARGUMENTS = {
-    '"q"': "q query",
-    '"k"': "k key",
-    '"v"': "v value",
-    '"o"': "o out output",
-    "p.batch": "batch batchsize b",
-    "p.heads": "heads numheads nheads h",
-    "p.heads_kv": "headskv numheadskv nheadskv",
-    "p.seqlen_q": "seqlen seqlenq n",
-    "p.seqlen_k": "seqlenk",
-    "p.head_dim": "headdim d",
-    "p.scale": "scale softmaxscale",
-}
-_USUAL = {name: passed for passed, names in _ARGUMENTS.items() for name in names.split()}
-_DECLARATION = """\
-from attnsweep.core.hardware import Arch
-from attnsweep.core.problem import Problem, ceil_div
-from attnsweep.family.family import Config, Family, Launch, Param
-
-kernel = Family(
-    "{name}",
-    summary="one line for `attnsweep list`",
-    params=(Param("THREADS", (128,), "threads per block, as -DTHREADS"),),  # what a sweep tries
-    dtypes=("fp16",),
-    head_dims=(64, 128),
-    masks=("full",),
-    # Each problem that it cannot do is refused with the sentence.
-    supports=(("no grouped heads", lambda p: p.heads == p.heads_kv),),
-)
-
-
-@kernel.stage("fwd")
-def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
-    p = problem
-    return Launch(
-        function="{function}",
-        grid=(ceil_div(p.seqlen_q, config.THREADS), p.batch * p.heads, 1),  # as the kernel has it
-        threads=config.THREADS,
-        smem_bytes=0,  # dynamic shared memory
-        args=({args}),
-    )
-"""
-
-
 # What the smallest family has otherwise where rows lie before heads.
 _TURNED = {
     "(batch, heads, seqlen_q, HEAD_DIM)": "(batch, seqlen_q, heads, HEAD_DIM)",
@@ -197,20 +152,15 @@ def template(name: str, source: Path | None, order: str = ORDERS[0]) -> str:
     return text if source else re.sub(rf"\b{_EXAMPLE}\b", name, text)
 
 
-def declaration(name: str, text: str | None, order: str = ORDERS[0]) -> str:
-    """The declaration of a template of the user's own, or of the smallest family's copy."""
-    if order != ORDERS[0]:
-        own = f'    order="{order}",  # tensors are (batch, seqlen, heads, head_dim)\n)\n\n\n@'
-        return declaration(name, text).replace(")\n\n\n@", own, 1)
-    if text is None:
-        own = (shipped("kernels") / f"{_EXAMPLE}.py").read_text(encoding="utf-8")
-        return re.sub(rf"\b{_EXAMPLE}\b", name, own)
-    function, parameters = kernel_in(text)
-    known = [_USUAL.get(each.lower().replace("_", "")) for each in parameters]
-    args = ", ".join(value or "0" for value in known) + "," * (len(known) == 1)
-    declared = _DECLARATION.format(name=name, function=function, args=args)
-    unknown = [each for each, value in zip(parameters, known, strict=True) if value is None]
-    if unknown:
-        note = f"        # Passed as 0, since their names say nothing: {', '.join(unknown)}.\n"
-        declared = declared.replace("        args=", note + "        args=")
-    return declared
+def declaration(name: str, order: str = ORDERS[0]) -> str:
+    """The declaration of the smallest family's copy."""
+    own = (shipped("kernels") / f"{_EXAMPLE}.py").read_text(encoding="utf-8")
+    return with_order(re.sub(rf"\b{_EXAMPLE}\b", name, own), order)
+
+
+def with_order(text: str, order: str) -> str:
+    """A declaration whose tensors have this order."""
+    if order == ORDERS[0]:
+        return text
+    own = f'    order="{order}",  # tensors are (batch, seqlen, heads, head_dim)\n)\n\n\n@'
+    return text.replace(")\n\n\n@", own, 1)

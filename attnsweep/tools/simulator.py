@@ -103,8 +103,16 @@ def config_of(kernel: Family, words: str) -> Config:
     return Config(values)
 
 
+_PC = re.compile(r"@pc (0x[0-9a-f]+)\n")
 _SHARED = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w ]+?)\s+(\w+)\[\];")
-_TWINS = frozenset(str(path.relative_to(HERE)) for path in HERE.rglob("*.cuh"))
+# A static array: what stands before the type, the type, and what is declared of it.
+_STATIC = re.compile(
+    r"(?:\bstatic\s+)?__shared__\s+(?:(?:__align__|alignas)\s*\([^)]*\)\s*)?([^;={}()]+?)\s*;"
+)
+_DECLARED = re.compile(r"(.*?)(\w+)\s*((?:\[[^\]]*\]\s*)*)$", re.DOTALL)
+_TWINS = frozenset(
+    str(path.relative_to(HERE)) for path in HERE.rglob("*") if path.suffix in (".cuh", ".h")
+)
 
 
 def sources(kernel: Family) -> dict[str, str]:
@@ -113,19 +121,48 @@ def sources(kernel: Family) -> dict[str, str]:
     return {name: text.decode(**_BYTES) for name, text in closure.items() if name not in _TWINS}
 
 
+def _static_arrays(found: re.Match[str]) -> str:
+    """`__shared__ float a[32], b[8]` as references to what the simulator has for them."""
+    out, of = [], ""
+    for declared in re.split(r",(?![^<\[]*[>\]])", found[1]):
+        parts = _DECLARED.fullmatch(declared.strip())
+        if parts is None:
+            return found[0]
+        of = parts[1].strip() or of
+        name, size = parts[2], parts[3].strip()
+        out.append(
+            f"using simt_of_{name} = {of} {size}; static char simt_key_{name}; auto& {name} = "
+            f"*static_cast<simt_of_{name}*>(simt::static_smem(&simt_key_{name}, "
+            f'"{name}", sizeof(simt_of_{name})));'
+        )
+    return " ".join(out) + "\n" * found[0].count("\n")
+
+
 def translate(source: str, name: str) -> str:
-    """A source as g++ takes it: dynamic shared memory is a pointer."""
+    """A source as g++ takes it: shared memory is pointers and references.
+
+    Raises BuildError, which names all that is in the way.
+    """
     text = _SHARED.sub(r"\1* \2 = static_cast<\1*>(simt::dynamic_smem());", source)
+    text = _STATIC.sub(_static_arrays, text)
     code = re.sub(r"//.*", "", text)
-    for word, advice in (
-        (r"\basm\b", "PTX belongs into kernels/common/ptx/, and needs a twin here"),
-        (r"__shared__", "static __shared__ has no twin: use dynamic shared memory"),
-    ):
-        found = re.search(word, code)
-        if found:
-            line = code.count("\n", 0, found.start()) + 1
-            raise BuildError(f"{name}:{line}: {advice}")
+    obstacles = [
+        f"{name}:{code.count(chr(10), 0, found.start()) + 1}: {advice}"
+        for word, advice in _OBSTACLES.items()
+        if (found := re.search(word, code))
+    ]
+    if obstacles:
+        raise BuildError("\n".join(obstacles))
     return f'#line 1 "{name}"\n{text}'
+
+
+_OBSTACLES = {
+    r"\basm\b": "inline PTX cannot run on the CPU: call what common/ptx/*.cuh has",
+    r"__shared__": "this __shared__ declaration is not understood: write TYPE NAME[SIZE];",
+    r"#\s*include\s*[<\"]cooperative_groups": "cooperative_groups is not here: use __syncthreads "
+    "and __shfl_*_sync",
+    r"#\s*include\s*[<\"]cuda/": "libcu++ is not here: plain loads and __syncthreads do the same",
+}
 
 
 @cache
@@ -154,6 +191,8 @@ class Simulator:
         self._pool = ThreadPoolExecutor(jobs)
         self._lock = threading.Lock()
         self._built: dict[str, Future[Path]] = {}
+        # By id of a stage's build: what builds it with a table of lines.
+        self._again: dict[int, Callable[[], Future[Path]]] = {}
         self._runs = 0
 
     def close(self) -> None:
@@ -202,8 +241,12 @@ class Simulator:
         function: str,
         defines: Mapping[str, str],
         asan: bool,
+        lines: bool = False,
     ) -> Future[Path]:
-        """A stage as a library for the runner. texts: of its sources by name. asan: sanitized."""
+        """A stage as a library for the runner. texts: of its sources by name. asan: sanitized.
+
+        lines: with a table of lines, which changes no instruction.
+        """
         translated = {name: translate(text, name) for name, text in texts.items()}
         maths = any(map(_MATHS.search, texts.values()))
 
@@ -223,7 +266,7 @@ class Simulator:
             compile_cpp(
                 [
                     *(*FLAGS, *TEMPLATE_FLAGS, "-shared", "-fPIC"),
-                    *(("-g1", "-O0", *SANITIZE) if asan else ()),
+                    *(("-g1", "-O0", *SANITIZE) if asan else ("-g1",) if lines else ()),
                     *("-I", str(HERE), "-I", str(to.parent)),
                     *(f"-D{name}={value}" for name, value in defines.items() if name[0] != "-"),
                     *(str(wrapper), "-o", str(to)),
@@ -231,7 +274,12 @@ class Simulator:
             )
 
         what = (translated, function, dict(defines), asan, *([_BEFORE] if maths else []))
-        return self.kept_file(what, build, ".so")
+        what += ("lines",) if lines else ()
+        made = self.kept_file(what, build, ".so")
+        if not (lines or asan):
+            same = (kernel, texts, function, defines)
+            self._again[id(made)] = lambda: self.stage(*same, asan=False, lines=True)
+        return made
 
     def build(
         self,
@@ -304,10 +352,36 @@ class Simulator:
                     continue
                 request = place / f"{name}.request"
                 request.write_text(_request(launch, kinds, place, schedule), **_BYTES)
-                _run((self._runner(asan).result(), made.result()), request, timeout_s)
+                try:
+                    _run((self._runner(asan).result(), made.result()), request, timeout_s)
+                except SimtError as error:
+                    raise self._at_line(error, made) from error
         found = {name: np.fromfile(place / name, np.uint8) for name in left}
         shutil.rmtree(place)
         return found
+
+    def _at_line(self, error: SimtError, made: Future[Path]) -> SimtError:
+        """The report with file and line in place of the address in a stage's library."""
+        found = _PC.search(str(error))
+        again = self._again.get(id(made))
+        if found is None or again is None:
+            return error
+        library = again().result()
+        try:
+            told = subprocess.run(
+                ["addr2line", "-i", "-e", str(library), found[1]],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=30,
+            ).stdout
+        except (OSError, subprocess.SubprocessError):
+            told = ""
+        # Of inlined functions the innermost comes first; those of the simulator say nothing.
+        named = [line.split(" ")[0] for line in told.splitlines() if "??" not in line]
+        own = [line for line in named if str(HERE) not in line and not line.startswith("/usr")]
+        place = f"  at {Path(own[0]).name}\n" if own else ""
+        return SimtError(_PC.sub(place, str(error)))
 
     def check(
         self,
@@ -340,6 +414,7 @@ class Simulator:
         sizes = kernel.workspaces(config, problem)
         worst, limit, worst_lse = 0.0, HALF_ULP[problem.out_dtype], 0.0
         first, (name, *_) = None, problem.outputs
+        wrong: Result | None = None  # others of its schedules tell a race from a wrong formula
         for schedule in schedules:
             turned = of_heads(problem) if kernel.turned else {}
             given = {
@@ -369,15 +444,23 @@ class Simulator:
             for name, exact in expected.items():
                 values = from_bits(got[name], problem.out_dtype).astype(np.float64)
                 errors[name] = row_error(values, exact, least[name])
-            name, error, limit = judged(errors, limit, case, kernel.rounds_scores)
-            if not error <= limit:
-                return Result(case, error, limit, name)
-            worst = error if len(errors) > 1 else max(worst, error)
             first = got if first is None else first
             differing = sum(np.count_nonzero(got[name] != first[name]) for name in got)
             if kernel.is_deterministic(config) and differing:
-                raise SimtError(f"a race: {differing} outputs differ between schedules")
-        return Result(case, worst, limit, name, worst_lse)
+                raise SimtError(
+                    f"schedules disagree on {differing} outputs: a barrier is missing, or threads "
+                    f"race ({_order(schedules[0])}, then {_order(schedule)})"
+                )
+            if wrong is None:
+                name, error, limit = judged(errors, limit, case, kernel.rounds_scores)
+                worst = error if len(errors) > 1 else max(worst, error)
+                wrong = None if error <= limit else Result(case, error, limit, name)
+        return wrong or Result(case, worst, limit, name, worst_lse)
+
+
+def _order(schedule: int) -> str:
+    """In which order threads go under a schedule, in words."""
+    return {0: "low warps first", 1: "high warps first"}.get(schedule, "another order of threads")
 
 
 def error_of_lse(written: Any, lse: Any) -> float:

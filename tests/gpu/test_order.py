@@ -47,7 +47,7 @@ def test_a_tensor_is_turned_with_its_guards_and_back(shape, item):
 def builds_of(tmp_path, compiler, problem, written):
     """The smallest family, declared to have seqlen before heads, and written for an order."""
     (tmp_path / "mine.cu").write_text(scaffold.template("mine", None, written))
-    (tmp_path / "mine.py").write_text(scaffold.declaration("mine", None, "bshd"))
+    (tmp_path / "mine.py").write_text(scaffold.declaration("mine", "bshd"))
     mine = discover(tmp_path)["mine"]
     configs = Space.build(mine, problem, compiler.arch).configs
     builds = [Build.of(mine, config, problem, compiler) for config in configs]

@@ -32,7 +32,7 @@ def family(tmp_path):
 
     def made(written, declared):
         (tmp_path / "mine.cu").write_text(scaffold.template("mine", None, written))
-        (tmp_path / "mine.py").write_text(scaffold.declaration("mine", None, declared))
+        (tmp_path / "mine.py").write_text(scaffold.declaration("mine", declared))
         return discover(tmp_path)["mine"]
 
     return made

@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <stdarg.h>
 #include <sys/mman.h>
+#include <ucontext.h>
 #include <unistd.h>
 #include "runtime.hpp"
 
@@ -34,9 +35,10 @@ static bool hiding;
 
 void describe(FILE* to) {
     if (!self || self == &main_fiber) return;
-    fprintf(to, "  in block (%u,%u,%u) thread %u (warp %u lane %u) of %s, schedule %u\n",
-            self->block.x, self->block.y, self->block.z, self->index.x, self->warp, self->lane,
-            kernel_name, schedule);
+    const char* orders[] = {"low warps first", "high warps first", "newest copies first"};
+    fprintf(to, "  in block (%u,%u,%u) thread %u (warp %u lane %u) of %s, %s\n", self->block.x,
+            self->block.y, self->block.z, self->index.x, self->warp, self->lane, kernel_name,
+            schedule < 3 ? orders[schedule] : "threads in a random order");
 }
 void fail(Where where, const char* format, ...) {
     va_list list;
@@ -94,23 +96,73 @@ static unsigned char* guarded(Buffer& buffer) {
     buffer.end = buffer.begin + ((p - buffer.begin) + buffer.bytes + PAGE - 1) / PAGE * PAGE;
     return p;
 }
-static void on_fault(int number, siginfo_t* info, void*) {
-    fprintf(stderr, "signal %d (%s)", number,
-            number == SIGFPE ? "division by zero" : "memory fault");
+// Static __shared__ arrays by key and rank: they have pages of their own, NaN when a block begins.
+struct Static {
+    const char* name;
+    unsigned char* memory;
+    std::size_t bytes;
+    unsigned long block;
+};
+static std::map<std::pair<const void*, unsigned>, Static> statics;
+static unsigned long blocks_begun;
+void* static_smem(const void* key, const char* name, std::size_t bytes) {
+    auto [found, made] = statics.try_emplace({key, me().cta->rank});
+    Static& array = found->second;
+    if (made) {
+        array = {name, pages_for(bytes, schedule == 0), bytes, 0};
+        std::size_t all = 0;
+        for (auto& [of, other] : statics) all += of.second == me().cta->rank ? other.bytes : 0;
+        if (all > 48 << 10)
+            fail(NOWHERE, "static __shared__ arrays of %zu bytes, and a block may have 49152", all);
+    }
+    if (array.block != blocks_begun) memset(array.memory, 0xff, bytes), array.block = blocks_begun;
+    return array.memory;
+}
+// `past the end of buffer k: byte 190 of 128`, if the address is in these pages or beside them.
+static bool told(const unsigned char* address, const unsigned char* memory, std::size_t bytes,
+                 const char* what, const char* name) {
+    auto at = static_cast<long>(address - memory), size = static_cast<long>(bytes);
+    if (at < -2 * static_cast<long>(PAGE) || at >= size + 2 * static_cast<long>(PAGE)) return false;
+    const char* where = at < 0 ? "before the beginning of " : at >= size ? "past the end of " : "";
+    fprintf(stderr, " %s%s%s: byte %ld of %ld", where, what, name, at, size);
+    return true;
+}
+static void on_fault(int number, siginfo_t* info, [[maybe_unused]] void* context) {
     auto* address = static_cast<unsigned char*>(info->si_addr);
-    if (number != SIGFPE)
-        for (auto& [name, buffer] : buffers)
-            if (address >= buffer.begin - PAGE && address < buffer.end + PAGE)
-                fprintf(stderr, ": byte %ld of buffer %s, which has %zu%s",
-                        static_cast<long>(address - buffer.memory), name.c_str(), buffer.bytes,
-                        buffer.kind == "input" ? " (an input: it must not be written)" : "");
-    if (self && self != &main_fiber && address >= me().stack - PAGE && address < me().stack)
-        fprintf(stderr, ": the fiber's stack overflowed");
+    const char* pc = nullptr;
+    const char* does = "reads or writes";
+#if defined(__x86_64__)
+    const auto& registers = static_cast<ucontext_t*>(context)->uc_mcontext.gregs;
+    pc = reinterpret_cast<const char*>(registers[REG_RIP]);
+    does = registers[REG_ERR] & 2 ? "writes" : "reads";
+#endif
+    if (number == SIGFPE) fprintf(stderr, "division by zero");
+    else if (self && self != &main_fiber && address >= me().stack - PAGE && address < me().stack)
+        fprintf(stderr, "the fiber's stack overflowed");
+    else {
+        fprintf(stderr, "%s", does);
+        bool known = false;
+        for (auto& [name, b] : buffers) {
+            if (known || !told(address, b.memory, b.bytes, "buffer ", name.c_str())) continue;
+            known = true;
+            if (b.kind == "input" && address >= b.begin && address < b.end)
+                fprintf(stderr, ", an input that must not be written");
+        }
+        for (auto& [of, array] : statics)
+            known =
+                known || told(address, array.memory, array.bytes, "the shared array ", array.name);
+        for (Cta& cta : cluster)
+            known = known || told(address, cta.smem, smem_bytes, "dynamic shared memory", "");
+        if (!known) fprintf(stderr, " address %p, where no buffer is", static_cast<void*>(address));
+    }
     fprintf(stderr, "\n");
+    Dl_info of;
+    if (pc && dladdr(pc, &of)) fprintf(stderr, "@pc %#tx\n", pc - static_cast<char*>(of.dli_fbase));
     describe(stderr);
     _exit(2);
 }
 static void run_block(uint3 first, unsigned ranks, unsigned threads) {
+    ++blocks_begun;
     cluster.resize(ranks);
     for (unsigned rank = 0; rank < ranks; ++rank) {
         Cta& cta = cluster[rank];
@@ -234,8 +286,8 @@ static int run(const char* request) {
         if (!ASAN)
             for (unsigned char* p = b.begin; p < b.end; ++p)
                 if ((p < b.memory || p >= b.memory + b.bytes) && *p != 0xff)
-                    fail(NOWHERE, "%s wrote byte %ld of buffer %s, which has %zu", kernel_name,
-                         static_cast<long>(p - b.memory), name.c_str(), b.bytes);
+                    fail(NOWHERE, "%s wrote past the end of buffer %s: byte %ld of %zu",
+                         kernel_name, name.c_str(), static_cast<long>(p - b.memory), b.bytes);
         if (b.kind != "input") transfer(b, true);
     }
     return 0;

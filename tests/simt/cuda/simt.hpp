@@ -4,6 +4,7 @@
 // accident.
 #pragma once
 #include <stdint.h>
+#include <cstddef>
 #include <string.h>
 #include <type_traits>
 #include <utility>
@@ -82,6 +83,8 @@ extern float half_values[65536];  // fp16 bits to float
 [[noreturn]] void fail(Where where, const char* format, ...) __attribute__((format(printf, 2, 3)));
 // Shared memory: addresses are 32 bits, the top byte 0 (own block) or 1 + a rank of the cluster.
 void* dynamic_smem();
+// A static __shared__ array of the block: `key` is the address of something of its own.
+void* static_smem(const void* key, const char* name, std::size_t bytes);
 unsigned address_of(const void* p);
 unsigned map_address(unsigned address, unsigned rank);
 unsigned cluster_rank();
