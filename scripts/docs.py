@@ -170,6 +170,7 @@ def first_screen(answer: str, found: dict[str, Any], names: dict[str, str]) -> s
     rows = [row for row in problem["ranking"] if row["baseline"] and row["rank"]]
     rows = [problem["winner"], *sorted(rows, key=lambda row: row["time_us"])[:4]]
     names = {name: text.replace("SDPA", "PyTorch's") for name, text in names.items()}
+    names |= {"torch_cudnn": "cuDNN through PyTorch", "cudnn": "cuDNN called directly"}
     best = names[problem["winner"]["best_baseline"]]
     lines = [f"| kernel | µs | TFLOP/s | times as fast as {best} |", "|---|---:|---:|---:|"]
     for row in rows:

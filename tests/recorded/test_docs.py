@@ -113,6 +113,13 @@ def test_the_readme_shows_what_a_pipe_prints(tmp_path):
     assert (times[:2], len(times), times) == ([int(ours), int(theirs)], 5, sorted(times))
 
 
+def test_the_readme_is_short_and_its_commands_are_about_one_shape():
+    assert len(README.splitlines()) <= 90
+    tuned = re.findall(r"attnsweep tune (.*)", README)
+    assert len(tuned) == 3
+    assert all("4,32,4096,64 --dtype bf16" in each for each in tuned)
+
+
 def test_the_table_of_commands_has_them_all():
     index = (ROOT / "docs" / "index.md").read_text()
     shown = set(re.findall(r"`attnsweep (\w+)", index))
