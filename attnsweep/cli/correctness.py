@@ -195,20 +195,20 @@ def verify(
                     if finding is not None
                 ]
                 findings += wrong
-                for each in wrong:
-                    alike = kinds.setdefault(_kind(each), [])
-                    alike.append(each)
+                for found in wrong:
+                    alike = kinds.setdefault(_kind(found), [])
+                    alike.append(found)
                     if len(alike) == 1 and not json_:
-                        first = f"{each['kernel']} {each['config']}: {each['case']}:"
-                        print_result([f"{first}\n{each['finding']}\n"], None, False)
+                        first = f"{found['kernel']} {found['config']}: {found['case']}:"
+                        print_result([f"{first}\n{found['finding']}\n"], None, False)
             covered.append(_coverage(family, runs, others))
-    found = counted(len(findings), "finding")
-    last = f"{found} in {counted(ran, 'case')} of {counted(len(families), 'kernel')}"
+    number = counted(len(findings), "finding")
+    last = f"{number} in {counted(ran, 'case')} of {counted(len(families), 'kernel')}"
     if json_:
         print_result([], {"cases": ran, "findings": findings, "coverage": covered}, True)
-    for first, *more in () if json_ else kinds.values():
+    for own, *more in () if json_ else kinds.values():
         if more:
-            like = f"{1 + len(more)} of {ran} cases: {first['finding'].splitlines()[0]}"
+            like = f"{1 + len(more)} of {ran} cases: {own['finding'].splitlines()[0]}"
             print_result(
                 [f"{like}\n  as in {'; '.join(each['case'] for each in more)}\n"], None, False
             )
