@@ -106,6 +106,7 @@ def effects(
         for name in dict.fromkeys(chain.from_iterable(t.config for t in rows))
     }
     varied = {name: column for name, column in columns.items() if column.varies}
+    digits = {name: column.digits for name, column in columns.items()}
     # All settings of a row as one number, since they are compared a million times.
     weight, whole = 1, [0] * len(rows)
     for column in varied.values():
@@ -113,7 +114,6 @@ def effects(
         whole = [*map(add, whole, column.digits)]
         weight *= len(column.values) + 1
     found: list[Effect] = []
-    digits = {name: [*column.digits] for name, column in columns.items()}
     for name, value in reference.config.items():
         if name in varied:
             others = [*map(sub, whole, varied[name].digits)]

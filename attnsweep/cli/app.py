@@ -12,6 +12,7 @@ import inspect
 import json
 import re
 import textwrap
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -240,13 +241,25 @@ def without_arch(error: NoGpuError, again: str) -> NoGpuError:
     return NoGpuError(error.what, hint=f"{error.hint}\n  {hint}" if error.hint else hint)
 
 
+_LONG_S = 2.0
+
+
 @contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Pause collection: rows hold no cycles, and it took 1.0 of 3.1 s of 10,000 trials' report."""
+def reading(*places: Path | None) -> Iterator[None]:
+    """Read runs, None for the latest: if that takes long, say so on stderr.
+
+    Collection pauses: rows hold no cycles, and it took 1.0 of 3.1 s of 10,000 trials' report.
+    """
+    names = " and ".join(str(place or "the latest run") for place in places)
+    said = threading.Timer(_LONG_S, errors.print, [Text(f"reading {names} …")], {"soft_wrap": True})
+    said.daemon = True
+    if terminal.talk is not terminal.Talk.QUIET:
+        said.start()
     gc.disable()
     try:
         yield
     finally:
+        said.cancel()
         gc.freeze()  # or the first collection looks at all that is about to be freed
         gc.enable()
 

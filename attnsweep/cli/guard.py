@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from attnsweep.cli import completion, options
-from attnsweep.cli.app import GUARD, command, load, print_result, refuse_idle, warn
+from attnsweep.cli.app import GUARD, command, load, print_result, reading, refuse_idle, warn
 from attnsweep.core.errors import SpecError, StoreError
 from attnsweep.reports import terminal
 from attnsweep.reports.terminal import ProgressForm, console, counted, errors
@@ -124,9 +124,10 @@ def check(
                 asked |= {"observer": observer, "tell": _teller(observer, json_ or printed)}
                 compared = check_calls(old, new, shapes, config_of(config), **asked)
         elif against is None:
-            old_run, new_run = map(open_run, map(Path, subject))
-            share = 0.03 if slower is None else slower
-            compared = recordings.compare(old_run, new_run, slower=share, other_driver=other_driver)
+            places, share = [*map(Path, subject)], 0.03 if slower is None else slower
+            with reading(*places):
+                runs = map(open_run, places)
+                compared = recordings.compare(*runs, slower=share, other_driver=other_driver)
         else:
             baseline, loaded = open_run(against), load(Path(*subject), kernels)
             cards = None if gpus is None else chosen(gpus, installed())

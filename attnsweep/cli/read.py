@@ -16,9 +16,9 @@ from attnsweep.cli.app import (
     READ,
     command,
     latest_or,
-    no_collection,
     print_result,
     print_run,
+    reading,
     refuse_idle,
     warn,
 )
@@ -78,7 +78,7 @@ def report_(
             check_output(path)
     if html is not None:
         page.check(html)
-    with no_collection():
+    with reading(run_):
         read = latest_or(context, run_, results)
         read = only(read, problem) if problem else read
         if html is None and csv is None and markdown is None:
@@ -171,7 +171,7 @@ def explain(
             raise ProblemError(f"{len(shapes)} shapes", where="--problem", hint="name one")
         problem = shapes[0].label
     families = discover(kernels)
-    with no_collection():
+    with reading(run_):
         read = latest_or(context, run_, results)
         found = explained(read, config or (), problem, families)
     warn(read)
@@ -207,7 +207,7 @@ def compare(
     from attnsweep.reports.compare import lines
     from attnsweep.store.run import open_run
 
-    with no_collection():
+    with reading(first, second):
         runs = open_run(first), open_run(second)
         found = compared(*runs, discover(kernels))
     for run in runs:
@@ -240,7 +240,7 @@ def merge(
 
     if json_:
         refuse_idle(context, ("top", "full"), "with --json, which has every row")
-    with no_collection():
+    with reading(*runs):
         parts = [open_run(path) for path in runs]
         for part in parts:
             warn(part)

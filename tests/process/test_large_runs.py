@@ -35,7 +35,15 @@ def large(tmp_path_factory):
 
 @pytest.mark.nightly(push=0)
 @pytest.mark.parametrize(
-    ("words", "cpu_s", "megabytes"), [(["--json"], 10, 500), ([], 8, 500), (["--html", "page.html"], 12, 600)]
+    ("words", "cpu_s", "megabytes"),
+    [
+        (["report", "RUN", "--json"], 10, 500),
+        (["report", "RUN"], 8, 500),
+        (["report", "RUN", "--html", "page.html"], 12, 600),
+        (["explain", "RUN"], 12, 500),
+        (["compare", "RUN", "RUN"], 12, 900),
+        (["check", "--recorded", "RUN", "RUN"], 12, 900),
+    ],
 )
 def test_a_large_run_takes_seconds_and_megabytes(large, tmp_path, words, cpu_s, megabytes):
     """CPU time, which other work does not make longer; memory since the program began."""
