@@ -6,11 +6,12 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from attnsweep.core.errors import KernelError
 from attnsweep.core.files import shipped
+from attnsweep.core.problem import Value
 from attnsweep.core.trial import OURS, Trial
 from attnsweep.family.family import Family, _named
 
@@ -108,5 +109,20 @@ def families_at(path: Path) -> list[Family]:
 
 def row_of_today(families: Mapping[str, Family], row: Trial) -> Trial:
     """A recorded row with its config as Family.of_today says it, if its family is among these."""
-    family = families.get(row.kernel) if row.provider == OURS else None
-    return row if family is None else row.with_(config=dict(family.of_today(row.config)))
+    return next(rows_of_today(families, [row]))
+
+
+def rows_of_today(families: Mapping[str, Family], rows: Iterable[Trial]) -> Iterator[Trial]:
+    """`row_of_today` of many rows, which share configs."""
+    known: dict[tuple[str, int], tuple[dict[str, Value], dict[str, Value]]] = {}
+    for row in rows:
+        family = families.get(row.kernel) if row.provider == OURS else None
+        if family is None:
+            yield row
+            continue
+        key = row.kernel, id(row.config)
+        if key not in known:
+            known[key] = row.config, dict(family.of_today(row.config))
+        own = known[key][1]
+        same = [*own.items()] == [*row.config.items()]
+        yield row if same else row.with_(config=own)

@@ -18,7 +18,7 @@ from attnsweep.choose.columns import named
 from attnsweep.core.errors import SpecError
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Environment
-from attnsweep.family.discover import row_of_today
+from attnsweep.family.discover import rows_of_today
 from attnsweep.family.family import Family
 from attnsweep.reports.terminal import aligned, counted, wrap
 from attnsweep.reports.text import Row, Section, baselines_of, by_problem, figure
@@ -60,7 +60,7 @@ def compare(
 
 def _sections(run: Run, families: Mapping[str, Family]) -> dict[Problem, Section]:
     """The problems that have a winner."""
-    trials = [row_of_today(families, trial) for trial in run.trials]
+    trials = [*rows_of_today(families, run.trials)]
     asked = baselines_of(run.spec_text)
     sections = by_problem(trials, run.environment, run.spaces, asked=asked)
     return {each.problem: each for each in sections if each.winner is not None}

@@ -12,7 +12,7 @@ from attnsweep.core.errors import StoreError
 from attnsweep.core.hardware import arch_on
 from attnsweep.core.observer import Observer
 from attnsweep.core.trial import OURS, Status, Trial
-from attnsweep.family.discover import row_of_today
+from attnsweep.family.discover import rows_of_today
 from attnsweep.family.space import Space
 from attnsweep.reports import tables
 from attnsweep.specs.load import SweepSpec
@@ -39,7 +39,7 @@ def replay(spec: SweepSpec, results: Path, observer: Observer, shard: Shard | No
     planned = plan(spec, arch_on(environment))
     planned = planned if shard is None else shard.take(planned)
     observer.planned(candidate_counts(planned, spec.search.candidates), finals=False)
-    by_key = {row.key: row for row in (row_of_today(spec.families, t) for t in recording.trials)}
+    by_key = {row.key: row for row in rows_of_today(spec.families, recording.trials)}
     where = f"{environment.gpu}, {environment.date[:10]}"
     directory = results / "replay" / run_name(spec, shard)
     if directory.resolve() == recording.directory.resolve():

@@ -1,5 +1,6 @@
 """Options and commands beside the sweep: quiet, examples, lists, caches, completion."""
 
+import importlib
 import json
 import os
 import re
@@ -379,3 +380,14 @@ def test_a_shell_completes_names(attnsweep, tmp_path, typed, completed):
     asked = {"_ATTNSWEEP_COMPLETE": "complete_bash", "COMP_WORDS": f"attnsweep {typed}", "COMP_CWORD": str(len(words))}
     done = CliRunner().invoke(cli.app, [], prog_name="attnsweep", env=asked)
     assert set(done.stdout.split()) == completed
+
+
+def test_a_command_that_reads_for_long_says_so(attnsweep, constants):
+    """And says nothing if asked to be quiet, or if it is done at once."""
+    app = importlib.import_module("attnsweep.cli.app")
+    quick = attnsweep("report", RUN)
+    assert "reading" not in quick.stderr
+    constants(app, _LONG_S=0.0)
+    for words in (("report", RUN, "--json"), ("explain", RUN), ("check", "--recorded", RUN, RUN)):
+        assert f"reading {RUN}" in attnsweep(*words).stderr, words
+    assert "reading" not in attnsweep("report", RUN, "-q").stderr

@@ -17,7 +17,7 @@ from typing import Any
 
 from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import OURS, Trial
-from attnsweep.family.discover import row_of_today
+from attnsweep.family.discover import rows_of_today
 from attnsweep.family.family import Family
 
 FILE = Path(__file__).with_name("history.json.xz")
@@ -96,7 +96,7 @@ def recorded_history(
     """
     params = {name: {param.name for param in kernel.params} for name, kernel in kernels.items()}
     groups: dict[tuple[str, Problem], list[tuple[float, str, Trial]]] = {}
-    for trial in (row_of_today(kernels, trial) for trial in trials):
+    for trial in rows_of_today(kernels, trials):
         today = trial.kernel in params and params[trial.kernel] <= set(trial.config)
         if trial.provider == OURS and today and trial.screened_us and not trial.recorded:
             timed = (trial.screened_us, repr(trial.key), trial)
