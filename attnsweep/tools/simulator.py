@@ -159,8 +159,8 @@ def translate(source: str, name: str) -> str:
 _OBSTACLES = {
     r"\basm\b": "inline PTX cannot run on the CPU: call what common/ptx/*.cuh has",
     r"__shared__": "this __shared__ declaration is not understood: write TYPE NAME[SIZE];",
-    r"#\s*include\s*[<\"]cooperative_groups": "cooperative_groups is not here: use __syncthreads "
-    "and __shfl_*_sync",
+    r"#\s*include\s*[<\"]cooperative_groups": "cooperative_groups.h is not here: use "
+    "__syncthreads and __shfl_*_sync",
     r"#\s*include\s*[<\"]cuda/": "libcu++ is not here: plain loads and __syncthreads do the same",
 }
 
