@@ -12,8 +12,9 @@
 // three parts, which come and are given back one by one: the first warpgroup's values, the
 // second's, the rest.
 //
-// A block takes tiles of one request, left to right. With SPLITS, as many blocks share those of a
-// request, and the combine stage joins what they store.
+// A block takes tiles of a request left to right. With SPLITS, as many blocks share those of each
+// request, and with PLANNED, they share those of all requests evenly, as the plan stage says; what
+// they store of a part of a request is joined by the combine stage.
 #define EMPTY_ROWS 1  // the device alone knows which rows see no key
 #include "common/hopper/producer.cuh"
 #include "common/ptx/barrier.cuh"
@@ -42,28 +43,96 @@ struct Rows {
     }
 };
 
-#if STAGE_COMBINE
+constexpr int PAGE = 64;
+// What is on the device: lengths, of which those that cannot be are taken for the nearest that can.
+struct Lengths {
+    const int* seqused_k;
+    int table_row;
+    __device__ __forceinline__ int of(int request) const {
+        return min(max(seqused_k[request], 0), table_row * PAGE);
+    }
+};
+// What a block has by the plan: tiles from `first` on of `request`, all of the requests between,
+// and of request `last` those before `end`. It has none if `last` is less. slot, last_slot: where
+// the results of its first request and of its last go among partial ones; -1: it has the whole.
+struct __align__(16) Share {
+    int request, first, last, end, slot, last_slot, unused[2];
+};
+constexpr int NO_END = 0x7fffffff;
+
+#if STAGE_PLAN
+// By a warp: what each of `parts` blocks has of all tiles, so that all have equally many, if the
+// end of each part of a request counts as COST more. Each takes its share of what is left, and
+// finishes a request for 1/16 more. first_slot: of each request's partial results, and behind the
+// last. It takes from lengths nothing but the balance: any plan is right for any.
+extern "C" __global__ void __launch_bounds__(32)
+    flash_mla_wgmma_plan(const int* seqused_k, Share* __restrict__ shares,
+                         int* __restrict__ first_slot, int batch, int table_row, int parts) {
+    const Lengths lengths{seqused_k, table_row};
+    const int lane = threadIdx.x;
+    auto tiles_of = [&](int request) {
+        return request < batch ? max(ceil_div<BLOCK_N>(lengths.of(request)), 1) : 0;
+    };
+    int left = 0;
+    for (int request = lane; request < batch; request += 32) left += tiles_of(request) + COST;
+    left = __reduce_add_sync(0xffffffffu, left);
+    int request = 0, tile = 0, slots = 0, most = 0, own = tiles_of(lane);  // of 32 requests
+    if (lane == 0) first_slot[0] = 0;
+    for (int part = 0; part < parts; ++part) {
+        const int quota = (left + parts - part - 1) / (parts - part) + COST,
+                  limit = part + 1 < parts ? max(quota + quota / 16, most) : NO_END;
+        Share share{request, tile, request - 1, NO_END, tile > 0 ? slots : -1, -1};
+        int used = 0;
+        while (request < batch && used < quota) {
+            const int rest = __shfl_sync(0xffffffffu, own, request % 32) - tile,
+                      some = quota - used - COST;
+            const bool whole = used + rest + COST <= limit;
+            if (!whole && some <= quota / 16) break;
+            const bool is_part = tile > 0 || !whole;
+            share.last = request;
+            if (request > share.request) share.last_slot = is_part ? slots : -1;
+            else share.slot = is_part ? slots : -1;
+            slots += is_part;
+            used += (whole ? rest : some) + COST, left -= whole ? rest + COST : some;
+            if (!whole) {
+                share.end = tile += some;
+                break;
+            }
+            ++request, tile = 0;
+            if (lane == 0) first_slot[request] = slots;
+            if (request % 32 == 0) own = tiles_of(request + lane);
+        }
+        most = max(most, used);
+        if (lane == 0) shares[part] = share;
+    }
+}
+#elif STAGE_COMBINE
 // A block has rows of one request.
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     flash_mla_wgmma_combine(const float* partial, const SumOfSplit* partial_lse,
-                            element_t* __restrict__ o, float* __restrict__ lse, int count,
-                            int heads, int queries, int apart) {
+                            const int* first_slot, element_t* __restrict__ o,
+                            float* __restrict__ lse, int count, int heads, int queries, int apart) {
     constexpr int CHUNKS = HEAD_DIM_V / 4;
     const Rows rows{count, heads, queries, apart};
     const int at = blockIdx.x * COMBINE_THREADS + threadIdx.x, row = at / CHUNKS,
               request = blockIdx.y;
     if (row >= count) return;
-    const long long first = static_cast<long long>(request) * SPLITS * count,
+    const int slot = PLANNED ? first_slot[request] : request * SPLITS,
+              splits = PLANNED ? first_slot[request + 1] - slot : SPLITS;
+    if (PLANNED && splits == 0) return;
+    const long long first = static_cast<long long>(slot) * count,
                     own = static_cast<long long>(request) * count;
     const auto row_of_o = [&] { return (own + row) * HEAD_DIM_V; };
     const float whole =
         combine_splits<HEAD_DIM_V>(partial + first * HEAD_DIM_V, partial_lse + first, o, row_of_o,
-                                   SPLITS, count, row, at % CHUNKS);
+                                   splits, count, row, at % CHUNKS);
     if (LSE && at % CHUNKS == 0) lse[own + rows.of_lse(row)] = whole;
 }
 #else
 
-constexpr int PAGE = 64, CONSUMERS = 256, THREADS = 384;
+constexpr int CONSUMERS = 256, THREADS = 384;
+constexpr bool PARTIAL = SPLITS > 1 || PLANNED;
+static_assert(SPLITS == 1 || !PLANNED, "a plan splits as it needs");
 constexpr int PANELS = HEAD_DIM / 64, HALF_PANELS = HEAD_DIM_V / 128, HALF = HEAD_DIM_V / 2;
 static_assert(HEAD_DIM % 64 == 0 && HEAD_DIM_V == 512 && HEAD_DIM > HEAD_DIM_V,
               "two halves of 256 values, and columns that are none");
@@ -124,16 +193,13 @@ struct Memory {
 // lse, partial, partial_lse: written with LSE, and where a request has several blocks.
 struct Call {
     Rows rows;
-    const int *seqused_k, *block_table;
-    int table_row;
+    Lengths lengths;
+    const int* block_table;
+    const Share* shares;
     float factor;  // of the scores: scale * log2(e)
     element_t* o;
     float *lse, *partial, *partial_lse;
 
-    // What cannot be is taken for the nearest that can.
-    __device__ __forceinline__ int length(int request) const {
-        return min(max(seqused_k[request], 0), table_row * PAGE);
-    }
     // The end of the keys that a row sees, of a request of so many; it may be below 0.
     __device__ __forceinline__ KeyRange visible(int row, int length) const {
         return {0, CAUSAL ? length - rows.queries + 1 + rows.query(row) : length};
@@ -147,16 +213,24 @@ struct Item {
 // Calls body(item) for what this block has.
 template <class Body>
 __device__ __forceinline__ void for_each_item(const Call& call, Body body) {
-    const int request = blockIdx.z, length = call.length(request),
-              tiles = max(ceil_div<BLOCK_N>(length), 1);
-    Item item{request, length, 0, tiles, -1};
-    if (SPLITS > 1) {
-        const int split = blockIdx.y;
-        item.slot = request * SPLITS + split;
-        item.begin = tiles * split / SPLITS, item.end = tiles * (split + 1) / SPLITS;
-        if (item.begin == item.end) item.begin = tiles, item.end = tiles + 1;
+    const int block = blockIdx.y;
+    const Share share = PLANNED ? call.shares[block] : Share{blockIdx.z, 0, blockIdx.z, NO_END};
+#pragma unroll 1
+    for (int request = share.request; request <= share.last; ++request) {
+        const int length = call.lengths.of(request), tiles = max(ceil_div<BLOCK_N>(length), 1);
+        Item item{request, length, 0, tiles, -1};
+        if (SPLITS > 1) {
+            item.slot = request * SPLITS + block;
+            item.begin = tiles * block / SPLITS, item.end = tiles * (block + 1) / SPLITS;
+        } else if (PLANNED) {
+            if (request == share.last)
+                item.end = min(tiles, share.end), item.slot = share.last_slot;
+            if (request == share.request) item.begin = share.first, item.slot = share.slot;
+        }
+        if (item.begin >= item.end) item.begin = tiles, item.end = tiles + 1;
+        body(item);
+        if (!PLANNED) break;
     }
-    body(item);
 }
 
 // ---- the producer: one thread loads Q of an item, and its tiles in parts ----
@@ -178,7 +252,8 @@ __device__ __forceinline__ void produce(const TensorMap& q, const TensorMap& val
     Producer own{at};
     unsigned q_phase = 0;
     for_each_item(call, [&](const Item& item) {
-        const int* table = call.block_table + static_cast<long long>(item.request) * call.table_row;
+        const int* table =
+            call.block_table + static_cast<long long>(item.request) * call.lengths.table_row;
         auto page_of = [&](int tile) {
             return tile * BLOCK_N < item.length ? table[tile * BLOCK_N / PAGE] : -1;
         };
@@ -288,7 +363,7 @@ struct Consumer {
     template <Part P>
     __device__ __forceinline__ void store(const Item& item, const Output& out, float low,
                                           float high) const {
-        const bool whole = SPLITS == 1 || item.slot < 0;
+        const bool whole = !PARTIAL || item.slot < 0;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = own_row() + r * 8;
@@ -322,7 +397,7 @@ struct Consumer {
         for (int r = 0; r < 2; ++r) {
             const int row = own_row() + r * 8, count = call.rows.count;
             if (row >= count) continue;
-            if (SPLITS > 1 && item.slot >= 0)
+            if (PARTIAL && item.slot >= 0)
                 call.partial_lse[static_cast<long long>(item.slot) * count + row] =
                     fmaf(rows.m[r], call.factor, log2f(rows.l[r]));
             else if (LSE)
@@ -407,19 +482,20 @@ struct Consumer {
     }
 };
 
-// values, rest: of the cache, whose boxes are a part of a tile. heads, queries, apart: see Rows.
+// values, rest: of the cache, whose boxes are a part of a tile. shares: read with PLANNED alone.
+// heads, queries, apart: see Rows.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     flash_mla_wgmma(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap values,
                     const __grid_constant__ TensorMap rest, const int* seqused_k,
-                    const int* block_table, element_t* o, float* lse, float* partial,
-                    float* partial_lse, int count, int heads, int queries, int apart, int table_row,
-                    float factor) {
+                    const int* block_table, const Share* shares, element_t* o, float* lse,
+                    float* partial, float* partial_lse, int count, int heads, int queries,
+                    int apart, int table_row, float factor) {
     extern __shared__ __align__(1024) unsigned char smem[];
     const Memory at(smem);
     const Call call{{count, heads, queries, apart},
-                    seqused_k,
+                    {seqused_k, table_row},
                     block_table,
-                    table_row,
+                    shares,
                     factor,
                     o,
                     lse,

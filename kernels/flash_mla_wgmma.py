@@ -15,6 +15,13 @@ kernel = Family(
         Param(
             "SPLITS", (1, 2, 4, 8, 16), "blocks that share a request; the combine stage joins them"
         ),
+        Param(
+            "PLAN",
+            (0, 2, 4),
+            "0: none; otherwise blocks share all tiles evenly, and a part of a request counts so "
+            "many more",
+            absent=0,
+        ),
         Param("LSE", (0,), "1: the log-sum-exp of every row goes to the workspace `lse`"),
     ),
     min_arch="sm_90a",
@@ -31,6 +38,9 @@ kernel = Family(
 )
 THREADS, COMBINE_THREADS = 384, 128
 PRODUCER_REGISTERS = 24
+# SMs that workspaces have room for: they are made before a card is known.
+MOST_SMS = 192
+SHARE_BYTES = 32  # what the plan says of a block
 
 
 def rows(p: Problem) -> int:
@@ -41,6 +51,16 @@ def rows(p: Problem) -> int:
 def row_tiles(p: Problem) -> int:
     """Blocks that have the same keys."""
     return ceil_div(rows(p), 64)
+
+
+def parts(p: Problem, sms: int) -> int:
+    """Parts into which a plan cuts the tiles of all requests: a block for each row tile."""
+    return max(1, sms // row_tiles(p))
+
+
+def slots(c: Config, p: Problem) -> int:
+    """Partial results of requests: of a plan's block at most two."""
+    return 2 * parts(p, MOST_SMS) if c.PLAN else p.batch * c.SPLITS if c.SPLITS > 1 else 0
 
 
 def tile_bytes(of: int, p: Problem) -> int:
@@ -66,7 +86,9 @@ def stages(c: Config, p: Problem, arch: Arch) -> int:
 # fmt: off
 kernel.keep_if(
     ("known_values", "switches are 0 or 1; a tile has 32 or 64 keys",
-     lambda c, p, arch: max(c.LAG, c.LSE) < 2 and c.BLOCK_N in (32, 64)),
+     lambda c, p, arch: max(c.LAG, c.LSE) < 2 and c.BLOCK_N in (32, 64) and c.PLAN >= 0),
+    ("one_cut", "a plan splits requests as it needs",
+     lambda c, p, arch: c.PLAN == 0 or c.SPLITS == 1),
     ("ring_fits", "a ring has room for two tiles",
      lambda c, p, arch: stages(c, p, arch) >= 2),
 )
@@ -82,9 +104,18 @@ kernel.keep_if(
 
 @kernel.workspace
 def workspace(c, p):
-    every = p.batch * rows(p)
-    split = {"partial": 4 * c.SPLITS * every * p.value_dim, "partial_lse": 4 * c.SPLITS * every}
-    return {"lse": 4 * every if c.LSE else 16} | (split if c.SPLITS > 1 else {})
+    every = slots(c, p) * rows(p)
+    made = {"lse": 4 * p.batch * rows(p) if c.LSE else 16}
+    made |= {"partial": 4 * every * p.value_dim, "partial_lse": 4 * every} if every else {}
+    if c.PLAN:
+        of_blocks, of_requests = planned(c)
+        made |= {of_blocks: SHARE_BYTES * parts(p, MOST_SMS), of_requests: 4 * (p.batch + 1)}
+    return made
+
+
+def planned(c: Config) -> tuple[str, str]:
+    """Where the plan is: of each block, and of each request. Other configs have other plans."""
+    return f"shares_{c.BLOCK_N}_{c.PLAN}", f"first_slot_{c.BLOCK_N}_{c.PLAN}"
 
 
 def in_rows(p: Problem) -> tuple[int, int, int, int]:
@@ -100,26 +131,45 @@ def map_of_pages(c: Config, p: Problem, panels: int) -> TensorMap:
     return TensorMap("k", dims, (slot, 128, page), (64, c.BLOCK_N, panels, 1))
 
 
+@kernel.stage("plan", params=("BLOCK_N",), constants=())
+def plan(c, p, arch):
+    if not c.PLAN:
+        return None
+    count = parts(p, min(arch.sm_count, MOST_SMS))
+    return Launch(
+        function="flash_mla_wgmma_plan",
+        grid=(1, 1, 1),
+        threads=32,
+        args=("seqused_k", *planned(c), p.batch, p.layout.blocks(p.seqlen_k), count),
+        defines={"COST": c.PLAN},
+        once=True,
+    )
+
+
 @kernel.stage("fwd", params=("BLOCK_N", "LAG", "SPLITS", "LSE"), constants=("HEAD_DIM", "IS_BF16"))
 def fwd(c, p, arch):
     entry = hopper.registers_at_entry(arch, THREADS)
     half = hopper.panels(p.value_dim) // 2
+    of_tile = (c.SPLITS, p.batch)
+    if c.PLAN:
+        of_tile = (parts(p, min(arch.sm_count, MOST_SMS)), 1)
     return Launch(
         function="flash_mla_wgmma",
-        grid=(row_tiles(p), c.SPLITS, p.batch),
+        grid=(row_tiles(p), *of_tile),
         threads=THREADS,
         args=(
             hopper.tensor_map("q", p.batch, rows(p), p.head_dim, box=(64, 64)),
             map_of_pages(c, p, half),
             map_of_pages(c, p, hopper.panels(p.head_dim) - 2 * half),
-            *("seqused_k", "block_table", "o", "lse"),
-            *(("partial", "partial_lse") if c.SPLITS > 1 else ("lse", "lse")),
+            *("seqused_k", "block_table", planned(c)[0] if c.PLAN else "lse", "o", "lse"),
+            *(("partial", "partial_lse") if slots(c, p) else ("lse", "lse")),
             *(*in_rows(p), p.layout.blocks(p.seqlen_k), p.scale * LOG2E),
         ),
         smem_bytes=smem_bytes(c, p, stages(c, p, arch)),
         defines=hopper.value_columns(p)
         | {
             "STAGES": stages(c, p, arch),
+            "PLANNED": int(c.PLAN > 0),
             "CAUSAL": int(p.mask.kind == "causal"),
             "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
             "CONSUMER_REGISTERS": hopper.registers_of_roles(entry, 2, PRODUCER_REGISTERS),
@@ -129,12 +179,16 @@ def fwd(c, p, arch):
 
 @kernel.stage("combine", params=("SPLITS", "LSE"), constants=("IS_BF16",))
 def combine(c, p, arch):
-    if c.SPLITS == 1:
+    if not slots(c, p):
         return None
     return Launch(
         function="flash_mla_wgmma_combine",
         grid=(ceil_div(rows(p) * p.value_dim, 4 * COMBINE_THREADS), p.batch, 1),
         threads=COMBINE_THREADS,
-        args=("partial", "partial_lse", "o", "lse", *in_rows(p)),
-        defines=hopper.value_columns(p) | {"COMBINE_THREADS": COMBINE_THREADS},
+        args=(
+            *("partial", "partial_lse", planned(c)[1] if c.PLAN else "lse", "o", "lse"),
+            *in_rows(p),
+        ),
+        defines=hopper.value_columns(p)
+        | {"COMBINE_THREADS": COMBINE_THREADS, "PLANNED": int(c.PLAN > 0)},
     )

@@ -1,6 +1,7 @@
 """flash_mla_wgmma on the CPU: schedules, splits, lengths, rows by query, and what should not lie on a device."""
 
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from attnsweep.family.family import Config
 from attnsweep.verify.encoding import from_bits
 from attnsweep.verify.oracle import oracle_of
 
-from .harness import COMPILER, SimtError, Simulator, config_of
+from .harness import ARCH, COMPILER, SimtError, Simulator, config_of
 
 KERNEL = discover()["flash_mla_wgmma"]
 # At the end of its arguments: heads, queries, rows from query to query, columns of the table, factor.
@@ -29,25 +30,30 @@ def latent(heads: int, queries: int, lengths: str, dtype: str = "bf16", mask: st
     return Problem.parse(said)
 
 
+# SMs, config and problem. Few SMs: a block of a plan has several requests.
 RUNS = (
-    ("LAG=0", latent(16, 1, "1x640")),
-    ("LAG=1", latent(16, 4, "1x640")),
-    ("LAG=1 BLOCK_N=32", latent(20, 1, "1x640", "fp16", "full")),
-    ("LAG=0 BLOCK_N=32", latent(3, 2, "1x640")),
-    ("LAG=1 SPLITS=4", latent(16, 1, "1x640", "fp16")),
-    ("LAG=0 SPLITS=2", latent(66, 1, "1x640")),
-    ("LAG=1 BLOCK_N=32 SPLITS=16", latent(16, 2, "1x640", "bf16", "full")),
+    (132, "LAG=0", latent(16, 1, "1x640")),
+    (132, "LAG=1", latent(16, 4, "1x640")),
+    (132, "LAG=1 BLOCK_N=32", latent(20, 1, "1x640", "fp16", "full")),
+    (132, "LAG=0 BLOCK_N=32", latent(3, 2, "1x640")),
+    (132, "LAG=1 SPLITS=4", latent(16, 1, "1x640", "fp16")),
+    (132, "LAG=0 SPLITS=2", latent(66, 1, "1x640")),
+    (132, "LAG=1 BLOCK_N=32 SPLITS=16", latent(16, 2, "1x640", "bf16", "full")),
+    (132, "LAG=1 PLAN=2", latent(16, 1, "1x640")),
+    (5, "LAG=0 PLAN=4", latent(66, 1, "1x640", "fp16")),
+    (2, "LAG=1 BLOCK_N=32 PLAN=2", latent(16, 2, "1x640", "bf16", "full")),
+    (1, "LAG=0 PLAN=2", latent(16, 1, "1x640")),
 )
 
 
 @pytest.mark.nightly(push=2)
-@pytest.mark.parametrize(("words", "problem"), RUNS)
-def test_right_whatever_the_lengths(simulator, some, words, problem):
-    config = config_of(KERNEL, f"{words} LSE=1")
+@pytest.mark.parametrize(("sms", "words", "problem"), RUNS)
+def test_right_whatever_the_lengths(simulator, some, sms, words, problem):
+    config, arch = config_of(KERNEL, f"{words} LSE=1"), replace(ARCH, sm_count=sms)
     for case in some(small_cases(problem), 2):
         own = case.problem
         case = replace(case, problem=replace(own, heads=max(own.heads // own.heads_kv, 2), heads_kv=1))
-        result = simulator.check(KERNEL, config, case, schedules=range(4))
+        result = simulator.check(KERNEL, config, case, schedules=range(4), arch=arch)
         assert result.ok, (config.label, case.label, str(result))
 
 
@@ -65,16 +71,18 @@ def test_random_config_of_random_requests_is_right(simulator, drawn_by, number):
     problem = latent(heads, queries, "+".join(f"1x{length}" for length in lengths), dtype, mask)
     inputs = rng.choice(("normal", "large_scores", "far_above", "one_hot"))
     values = {param.name: rng.choice(param.values) for param in KERNEL.params} | {"LSE": 1}
+    values["SPLITS"] = 1 if values["PLAN"] else values["SPLITS"]
+    arch = replace(ARCH, sm_count=rng.choice((1, 2, 5, 132)))
     try:
         case = Case(problem, inputs)
-        result = simulator.check(KERNEL, Config(values), case, schedules=(0, 1, 2, number + 3))
+        result = simulator.check(KERNEL, Config(values), case, schedules=(0, 1, 2, number + 3), arch=arch)
     except SimtError as error:
         pytest.fail(f"{values} {case.label}\n{error}")
-    assert result.ok, f"{values} {case.label}: {result}"
+    assert result.ok, f"{values} {case.label}, {arch.sm_count} SMs: {result}"
 
 
 @pytest.mark.nightly(push=1)
-@pytest.mark.parametrize("words", ["LAG=0", "LAG=1 BLOCK_N=32 SPLITS=2"])
+@pytest.mark.parametrize("words", ["LAG=0", "LAG=1 BLOCK_N=32 SPLITS=2", "LAG=1 PLAN=2"])
 def test_clean_under_the_sanitizers(simulator, words):
     case = Case(latent(16, 2, "1x130+1x0"))
     result = simulator.check(KERNEL, config_of(KERNEL, f"{words} LSE=1"), case, asan=True)
@@ -84,11 +92,11 @@ def test_clean_under_the_sanitizers(simulator, words):
 class Call:
     """One problem's inputs, and the launches of a config, which may be changed."""
 
-    def __init__(self, simulator: Simulator, problem: Problem, words: str):
+    def __init__(self, simulator: Simulator, problem: Problem, words: str, sms: int = 132):
         self.simulator, self.problem = simulator, problem
         self.config = config_of(KERNEL, f"{words} LSE=1")
         self.inputs = dict(oracle_of(problem).make_inputs(Case(problem), 1))
-        self.stages = simulator.build(KERNEL, self.config, Case(problem))
+        self.stages = simulator.build(KERNEL, self.config, Case(problem), arch=replace(ARCH, sm_count=sms))
 
     def run(self, **inputs):
         """The output, and the log-sum-exp (batch, heads, queries)."""
@@ -98,13 +106,15 @@ class Call:
         return left["o"].view(np.uint16).reshape(p.shape_of("o")), lse
 
 
-@pytest.mark.parametrize("words", ["LAG=0", "LAG=1 SPLITS=2"])
+@pytest.mark.parametrize("words", ["LAG=0", "LAG=1 SPLITS=2", "LAG=1 PLAN=2"])
 def test_rows_by_query_as_engines_have_them(simulator, words):
     call = Call(simulator, latent(20, 3, "1x150+1x2"), words)
     plain, lse = call.run()
     batch, heads, queries, columns = plain.shape
     for name, (launch, made) in call.stages.items():
         args = [*launch.args]
+        if name == "plan":
+            continue
         at = QUERIES_APART if name == "fwd" else -1
         assert args[at] == 1
         args[at] = heads
@@ -130,3 +140,55 @@ def test_lengths_and_pages_that_cannot_be_are_the_nearest_that_can(simulator, wo
     out, lse = call.run(seqused_k=np.int32([64, 64, 30, 64]), block_table=table)
     assert not from_bits(out[2], "bf16").any()
     assert np.allclose(lse[2], np.log(30))
+
+
+# Lengths, and the largest share of a block of 132 beside the mean of all: whole requests where they are as good.
+PLANS = {
+    "128x1k": 1.03,
+    "128x4k": 1.04,
+    "1x32k+127x1k": 1.14,
+    "16x16k+112x512": 1.1,
+    "1x4k": None,
+    "3x0+1x64+40x1": None,
+}
+
+
+@pytest.mark.parametrize("lengths", PLANS)
+@pytest.mark.parametrize("cost", [2, 4])
+def test_a_plan_gives_each_tile_to_one_block_and_all_blocks_as_many(simulator, lengths, cost):
+    p = latent(16, 1, re.sub(r"(\d+)k", lambda found: str(1024 * int(found[1])), lengths))
+    config, keys = config_of(KERNEL, f"PLAN={cost}"), np.int32(p.layout.of_items(p.batch, p.seqlen_k))
+    stages = {"plan": simulator.build(KERNEL, config, Case(p))["plan"]}
+    left = simulator.run(stages, {"seqused_k": keys}, {}, KERNEL.workspaces(config, p))
+    shares, first_slot = (left[f"{name}_64_{cost}"].view(np.int32) for name in ("shares", "first_slot"))
+    tiles = np.maximum(-(-keys // 64), 1)
+    pieces, loads = [[] for _ in tiles], []
+    for first_request, first, last, end, slot, last_slot, *_ in shares.reshape(-1, 8)[:132]:
+        loads.append(0)
+        for request in range(first_request, last + 1):
+            is_first, is_last = request == first_request, request == last
+            begin, until = first * is_first, min(end, tiles[request]) if is_last else tiles[request]
+            pieces[request].append((begin, until, slot if is_first else last_slot if is_last else -1))
+            loads[-1] += until - begin + cost
+    for request, own in enumerate(pieces):
+        begins, ends, slots = zip(*own, strict=True)
+        assert (begins, ends) == ((0, *ends[:-1]), (*begins[1:], tiles[request]))
+        assert slots == (tuple(range(*first_slot[request : request + 2])) or (-1,))
+    if PLANS[lengths] is not None:
+        assert max(loads) <= (PLANS[lengths] * (tiles.sum() + cost * p.batch) / 132) + cost
+    if lengths.startswith("128x"):
+        assert first_slot[p.batch] == 0
+
+
+def test_a_plan_of_other_lengths_is_right_for_any(simulator):
+    """Engines plan once a step, and a graph may be replayed without: that costs time alone."""
+    call = Call(simulator, latent(16, 2, "1x500+1x300+1x0+1x70"), "PLAN=2", sms=5)
+    right, lse = call.run()
+    launch, made = call.stages["plan"]
+    args = tuple("others" if arg == "seqused_k" else arg for arg in launch.args)
+    call.stages["plan"] = replace(launch, args=args), made
+    for others in ([1, 1, 500, 300], [500, 500, 500, 500], [0, 0, 0, 0], [130, 500, 64, 3]):
+        out, same_lse = call.run(others=np.int32(others))
+        apart = from_bits(out, "bf16") - from_bits(right, "bf16")
+        assert np.linalg.norm(apart) < 5e-3 * np.linalg.norm(from_bits(right, "bf16"))
+        assert np.allclose(same_lse, lse, atol=1e-5)
