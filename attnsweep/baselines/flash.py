@@ -89,10 +89,15 @@ def window(problem: Problem) -> dict[str, Any]:
     return {"window_size": (left, right)}
 
 
+def changes(problem: Problem) -> dict[str, float]:
+    """The options of scores: a scale of the problem's own, and a softcap."""
+    how = problem.scores
+    scale = {} if how.scale is None else {"softmax_scale": problem.scale}
+    return scale | ({"softcap": float(how.softcap)} if how.softcap else {})
+
+
 def _in_own(module: str, problem: Problem, *, spare: bool = False, **how: int) -> Way:
-    attention, options = attention_of(module), window(problem)
-    if problem.scores.softcap:
-        options["softcap"] = float(problem.scores.softcap)
+    attention, options = attention_of(module), window(problem) | changes(problem)
     if problem.kind == "packed":
         return _in_sequences(module, problem, options, spare=spare)
     if problem.kind == "padded":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.backend import Unavailable, Way
 from attnsweep.baselines.cudnn import _K, _O, _Q, _V, LAYOUTS, _Graph, frontend
-from attnsweep.baselines.flash import FLASH_3, attention_of, installed, window
+from attnsweep.baselines.flash import FLASH_3, attention_of, changes, installed, window
 from attnsweep.baselines.torch_sdpa import rows_of_heads
 from attnsweep.core.formats import SCALE_BLOCK
 from attnsweep.core.problem import Problem
@@ -120,7 +120,7 @@ def flash_3(torch: Any, attention: Callable[[], Any], problem: Problem, *, spare
         raise Unavailable(
             f"FlashAttention-3 has one scale of each head of keys, not of each {keys} keys"
         )
-    options = window(problem)
+    options = window(problem) | changes(problem)
 
     def quantise(*inputs: Any) -> tuple[Any, ...]:
         tensors, descales = [], []
@@ -156,7 +156,9 @@ def own_bf16(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     if problem.causal and problem.seqlen_q != problem.seqlen_k:
         raise Unavailable("attention has a causal mask aligned top-left alone")
     bf16 = torch.bfloat16
-    options = {"is_causal": problem.causal, "enable_gqa": problem.heads != problem.heads_kv}
+    options: dict[str, Any] = {"is_causal": problem.causal}
+    options |= {"enable_gqa": problem.heads != problem.heads_kv}
+    options |= {} if problem.scores.scale is None else {"scale": problem.scale}
 
     def convert(*inputs: Any) -> tuple[Any, ...]:
         return tuple(

@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.backend import Builder, Unavailable, Way
-from attnsweep.baselines.flash import FLASH_3, installed, loaded, window
+from attnsweep.baselines.flash import FLASH_3, changes, installed, loaded, window
 from attnsweep.core.layouts import Paged
 from attnsweep.core.problem import FULL, Problem
 
@@ -36,8 +36,7 @@ def flash_3(*, ready: bool = False, fp8: bool = False) -> Builder:
         attention = functools.cache(lambda: loaded(module).flash_attn_with_kvcache)
         table, lengths = _table(torch, problem)
         options: dict[str, Any] = {"causal": problem.mask.interval.right == 0, **window(problem)}
-        if problem.scores.softcap:
-            options["softcap"] = float(problem.scores.softcap)
+        options |= changes(problem)
         of_v, in_key = problem.value_dim, problem.value_in_key
         columns = problem.head_dim - of_v if in_key else problem.head_dim
         if in_key:
@@ -113,17 +112,17 @@ def dense(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     if problem.mask != FULL and problem.seqlen_q > 1:
         raise Unavailable("PyTorch has no mask aligned bottom-right in its split-key kernels")
     attention = torch.nn.functional.scaled_dot_product_attention
-    group = problem.heads // problem.heads_kv
+    group, scale = problem.heads // problem.heads_kv, problem.scores.scale
 
     def convert(*inputs: Any) -> tuple[Any, ...]:
         return (inputs[0], *_in_a_row(torch, problem, *inputs[1:]))
 
     def forward(q: Any, k: Any, v: Any) -> Any:
-        return attention(q, k, v, enable_gqa=group > 1)
+        return attention(q, k, v, scale=scale, enable_gqa=group > 1)
 
     def grouped(q: Any, k: Any, v: Any) -> Any:  # the queries of a key head are its rows
         rows = q.reshape(problem.batch, problem.heads_kv, -1, q.shape[3])
-        return attention(rows, k, v, scale=problem.scale).reshape(*q.shape[:3], -1)
+        return attention(rows, k, v, scale=scale).reshape(*q.shape[:3], -1)
 
     ways = [Way(forward, convert)]
     if problem.value_in_key:
@@ -165,7 +164,9 @@ def gathered(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
             if scales:
                 x = x.to(q.dtype) * scales[at][:, :, None, None].to(q.dtype)
             rows.append(x)
-        return attention(q, *rows, attn_mask=seen, enable_gqa=q.shape[1] != rows[0].shape[1])
+        grouped = q.shape[1] != rows[0].shape[1]
+        scale = problem.scores.scale
+        return attention(q, *rows, attn_mask=seen, scale=scale, enable_gqa=grouped)
 
     return [Way(latent if problem.value_in_key else forward, convert)]
 

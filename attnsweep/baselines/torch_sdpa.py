@@ -98,6 +98,10 @@ def _varlen(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
         options = {"is_causal": causal}
     if "enable_gqa" in known:
         options["enable_gqa"] = problem.heads != problem.heads_kv
+    if problem.scores.scale is not None:
+        if "scale" not in known:
+            raise Unavailable("this PyTorch's varlen_attn has no scale")
+        options["scale"] = problem.scale
 
     def forward(q: Any, k: Any, v: Any) -> Any:
         return varlen_attn(q, k, v, *lengths, **options).transpose(0, 1)[None]
@@ -118,6 +122,7 @@ def sdpa(backend: str) -> Builder:
             CAUSAL, top_left=problem.seqlen_q != problem.seqlen_k
         )
         options: dict[str, Any] = {"is_causal": is_causal}
+        options |= {} if problem.scores.scale is None else {"scale": problem.scale}
         if problem.heads != problem.heads_kv:
             options["enable_gqa"] = True
         masked = problem.kind not in ("full", "causal") and not is_causal
@@ -325,7 +330,7 @@ def flex(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     torch.compiler.reset()  # it compiles one function for eight problems at most
     attention = torch.compile(flex_attention.flex_attention, dynamic=False)
     options = {"block_mask": mask, "enable_gqa": p.heads != p.heads_kv}
-    options["return_lse"] = how.sinks
+    options |= {"return_lse": how.sinks, "scale": how.scale}
 
     def forward(q: Any, k: Any, v: Any, *beside: Any) -> Any:
         own = how.bias or ()

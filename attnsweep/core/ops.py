@@ -157,7 +157,7 @@ FORWARD = Op(
     ),
     optional=_log_sum_exp,
 )
-"""O = softmax(Q K^T / sqrt(head_dim)) V."""
+"""O = softmax(scale Q K^T) V."""
 
 
 def _backward_inputs(p: Problem) -> tuple[Tensor, ...]:
@@ -210,8 +210,8 @@ BACKWARD = Op(
 )
 """The gradients of Q, K and V, of dO that O has, from O and the log-sum-exp of a forward.
 
-P = exp(Q K^T / sqrt(head_dim) - lse), dV = P^T dO, dS = P * (dO V^T - sum(dO * O)) with a sum for
-each row, dQ = dS K / sqrt(head_dim), dK = dS^T Q / sqrt(head_dim). dK and dV of a key head are sums
+P = exp(scale Q K^T - lse), dV = P^T dO, dS = P * (dO V^T - sum(dO * O)) with a sum for
+each row, dQ = scale dS K, dK = scale dS^T Q. dK and dV of a key head are sums
 over its query heads. O and lse are given as a forward rounds them, lse natural and in float32.
 """
 OPS = {op.name: op for op in (FORWARD, BACKWARD)}

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -43,7 +43,8 @@ def ceil_div(a: int, b: int) -> int:
 
 _LABEL = re.compile(
     r"\(?(\d+), ?(\d+)(?:/(\d+))?, ?(\d+)(?:x(\d+))?, ?(\d+)(?:/(\d+))?\)?"
-    r"(?: +(?!causal_|window|boolean|padded|paged|packed|softcap|sinks|bias|value_|backward)(\w+))?"
+    r"(?: +(?!causal_|window|boolean|padded|paged|packed|scale|softcap|sinks|bias|value_|backward)"
+    r"(\w+))?"
     r"(?: +(full|(?:causal|window)(?:_top_left)?(?:\([^)]*\))?|boolean\(\S+\)))?"
     r"(?: +(pa(?:dded|cked|ged)\([^)]*\)))?(?: +(value_in_key))?"
     rf"({WORDS})"
@@ -53,7 +54,7 @@ _LABEL = re.compile(
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Problem:
-    """One attention call: O = softmax(Q Kᵀ / sqrt(head_dim)) V, or as `scores` change them.
+    """One attention call: O = softmax(scale Q Kᵀ) V, or as `scores` change them.
 
     Or, with `op` BACKWARD, the gradients of Q, K and V: see core/ops.py.
 
@@ -120,6 +121,8 @@ class Problem:
         mask = mask.of_lengths(seqlen_q, seqlen_k)
         sizes = (batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim)
         of_v = None if head_dim_v == head_dim else head_dim_v
+        if scores.scale is not None and math.isclose(scores.scale**2 * head_dim, 1):
+            scores = replace(scores, scale=None)
         values = (*sizes, dtype, mask, layout, scores, op, of_v, value_in_key)
         for each, value in zip(fields(self), values, strict=False):
             object.__setattr__(self, each.name, value)
@@ -390,8 +393,16 @@ class Problem:
 
     @property
     def scale(self) -> float:
-        """The softmax scale, 1 / sqrt(head_dim)."""
-        return 1.0 / math.sqrt(self.head_dim)
+        """The softmax scale: that of `scores`, or else 1 / sqrt(head_dim)."""
+        own = self.scores.scale
+        return 1.0 / math.sqrt(self.head_dim) if own is None else float(own)
+
+    @property
+    def at_any_scale(self) -> Problem:
+        """The problem without a scale of its own, for what is the same with any."""
+        if self.scores.scale is None:
+            return self
+        return replace(self, scores=replace(self.scores, scale=None))
 
     @property
     def pairs(self) -> int:
@@ -463,7 +474,8 @@ SIZES = ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim")
 FACTS = frozenset(
     {
         *(*SIZES, "dtype", "causal", "window", "top_left", "boolean", "padding", "packed"),
-        *("paged", "cache_dtype", "softcap", "sinks", "bias", "op", "head_dim_v", "value_in_key"),
+        *("paged", "cache_dtype", "scale", "softcap", "sinks", "bias", "op", "head_dim_v"),
+        "value_in_key",
     }
 )
 """Keys that `Problem.facts` may have."""

@@ -1,4 +1,4 @@
-"""Changes to scores before the softmax: softcap, sinks, biases. The standard library only."""
+"""Scores before the softmax: scale, softcap, sinks, biases. The standard library only."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 from attnsweep.core.errors import ProblemError
 
-WORDS = r"(?: +softcap\([^)]*\))?(?: +sinks)?(?: +bias\([^)]*\))?"
+WORDS = r"(?: +scale\([^)]*\))?(?: +softcap\([^)]*\))?(?: +sinks)?(?: +bias\([^)]*\))?"
 """Regular expression of `Scores.label`."""
-_SOFTCAP = re.compile(r"softcap\(([^)]*)\)")
+_NUMBER = {name: re.compile(rf"{name}\(([^)]*)\)") for name in ("scale", "softcap")}
+_NONE = {"scale": None, "softcap": 0}  # what says that there is none
 _BIAS = re.compile(r"bias\(([^)]*)\)")
 _OWN = ("item", "head")
 KINDS = ("softcap", "sinks", "bias")
@@ -23,31 +24,34 @@ KINDS = ("softcap", "sinks", "bias")
 class Scores:
     """The scores that a softmax takes, computed from scaled scores s.
 
-    softcap: softcap * tanh(s / softcap); 0: s itself. bias: a tensor that is added then, an input
-    `bias` of q's dtype, (batch, heads, seqlen_q, seqlen_k); it has one for all items of the batch
-    without "item", and one for all heads without "head". Its rows are a multiple of 8 elements
-    apart, and what lies between is no one's. Minus infinity in it hides a key. sinks:
-    each query head has one more score, of an input `sinks`, float32 (heads,): it takes weight from
-    the keys and has no value.
+    scale: what products of q and k are multiplied by, None: 1 / sqrt(head_dim). softcap: softcap *
+    tanh(s / softcap); 0: s itself. bias: a tensor that is added then, an input `bias` of q's dtype,
+    (batch, heads, seqlen_q, seqlen_k); it has one for all items of the batch without "item", and
+    one for all heads without "head". Its rows are a multiple of 8 elements apart, and what lies
+    between is no one's. Minus infinity in it hides a key. sinks: each query head has one more
+    score, of an input `sinks`, float32 (heads,): it takes weight from the keys and has no value.
     """
 
     softcap: float = 0
     sinks: bool = False
     bias: tuple[str, ...] | None = None
+    scale: float | None = None
 
     def __post_init__(self) -> None:
-        if type(self.softcap) is float and self.softcap.is_integer():
-            object.__setattr__(self, "softcap", int(self.softcap))
-        number = type(self.softcap) in (int, float) and math.isfinite(self.softcap)
-        if not number or self.softcap < 0:
-            raise ProblemError(f"softcap is a number above 0, not {self.softcap!r}")
+        for name in _NUMBER:
+            value = getattr(self, name)
+            if type(value) is float and value.is_integer():
+                object.__setattr__(self, name, int(value))
+            number = type(value) in (int, float) and math.isfinite(value)
+            if value != _NONE[name] and (not number or value <= 0):
+                raise ProblemError(f"{name} is a number above 0, not {value!r}")
         if self.bias is not None and not {*self.bias} <= {*_OWN}:
             own = ", ".join(map(str, self.bias))
             raise ProblemError(f"a bias is of {', '.join(_OWN)}, not of {own}")
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The KINDS that a family must support."""
+        """The KINDS that a family must support. A scale is an argument of all."""
         there = (self.softcap, self.sinks, self.bias is not None)
         return tuple(kind for kind, has in zip(KINDS, there, strict=True) if has)
 
@@ -57,19 +61,22 @@ class Scores:
         if self == PLAIN:
             return ()
         own = 0 if self.bias is None else 1 + sum(2 ** _OWN.index(name) for name in {*self.bias})
-        return self.softcap, int(self.sinks), own
+        of_scale = () if self.scale is None else (self.scale,)
+        return self.softcap, int(self.sinks), own, *of_scale
 
     @property
     def label(self) -> str:
-        """` softcap(50)`, ` sinks`, ` bias(item,head)`: those that there are, or nothing."""
+        """` scale(1)`, ` softcap(50)`, ` sinks`, ` bias(item,head)`: those that there are."""
+        scale = "" if self.scale is None else f" scale({self.scale!r})"
         cap = f" softcap({self.softcap:g})" if self.softcap else ""
         bias = "" if self.bias is None else f" bias({','.join(self.bias)})"
-        return cap + " sinks" * self.sinks + bias
+        return scale + cap + " sinks" * self.sinks + bias
 
     @property
     def facts(self) -> dict[str, Any]:
         """The facts in rows and specs, only those that are set."""
-        given = {"softcap": self.softcap} if self.softcap else {}
+        given = {} if self.scale is None else {"scale": self.scale}
+        given |= {"softcap": self.softcap} if self.softcap else {}
         given |= {"sinks": True} if self.sinks else {}
         return given if self.bias is None else given | {"bias": [*self.bias]}
 
@@ -81,18 +88,21 @@ class Scores:
             facts.get("softcap") or 0,
             bool(facts.get("sinks")),
             None if bias is None else in_order(bias),
+            facts.get("scale"),
         )
 
     @classmethod
     def parse(cls, text: str) -> Scores:
         """Scores from a label. Raises ProblemError."""
-        cap, bias = _SOFTCAP.search(text), _BIAS.search(text)
-        try:
-            softcap = float(cap[1]) if cap else 0
-        except ValueError:
-            raise ProblemError(f"{cap and cap[0]!r}: softcap is a number above 0") from None
+        bias, given = _BIAS.search(text), dict[str, float]()
+        for name, pattern in _NUMBER.items():
+            if found := pattern.search(text):
+                try:
+                    given[name] = float(found[1])
+                except ValueError:
+                    raise ProblemError(f"{found[0]!r}: {name} is a number above 0") from None
         names = None if bias is None else in_order(filter(None, bias[1].split(",")))
-        return cls(softcap, "sinks" in text, names)
+        return cls(given.get("softcap", 0), "sinks" in text, names, given.get("scale"))
 
 
 def in_order(names: str | Iterable[str]) -> tuple[str, ...]:

@@ -92,7 +92,7 @@ def swept(run: Path) -> list[Swept]:
     for trial in opened.trials:
         if trial.status is not Status.OK or trial.time_us is None:
             continue
-        problem, time_us = trial.problem, trial.time_us.median
+        problem, time_us = trial.problem.at_any_scale, trial.time_us.median
         if not has_rival(problem):
             continue
         family = families[family_of(problem)]

@@ -235,7 +235,7 @@ def _selected(directories: Sequence[Path], families: Families, slower: float) ->
         key, environment = gpu_of(run)
         names.setdefault(key, set()).add(environment.gpu)
         for chosen in chosen_of(run, environment, key, families, left_out, slower):
-            of = (key, chosen.trial.problem)
+            of = (key, chosen.problem)
             both = sorted([chosen, *([found[of]] if of in found else [])], key=_order)
             times_us = {label: us for each in both[::-1] for label, us in each.times_us.items()}
             found[of] = replace(both[0], times_us=times_us)

@@ -69,8 +69,8 @@ class Chosen:
 
     @property
     def problem(self) -> Problem:
-        """The recorded problem."""
-        return self.trial.problem
+        """The recorded problem, which stands for calls of any scale."""
+        return self.trial.problem.at_any_scale
 
 
 def is_sdpa(trial: Trial) -> bool:

@@ -450,6 +450,9 @@ class ProblemSpec(_Model):
     each head, [item, head]. Or a mask that is no interval, [blocks, 30]. blocks: percent of 128
     x 128 blocks that are seen; documents: their number; holes: percent of causal pairs;
     padding: percent as in padding. A seed may follow."""
+    scale: Many[Annotated[float, Field(gt=0, allow_inf_nan=False)] | None] = [None]
+    """Scores are this times Q Kᵀ (default: 1 / sqrt(head_dim)): 1.0 in Gemma 4, whose queries and
+    keys are normed."""
     softcap: Many[Annotated[float, Field(gt=0)] | None] = [None]
     """Scores become softcap * tanh(score / softcap), as in Gemma 2: 50."""
     sinks: Many[StrictBool] = [False]
@@ -503,7 +506,7 @@ _FACTS = (
     *("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim"),
     *("dtype", "causal", "op", "head_dim_v"),
     *("window", "top_left", "padding", "packed", "paged", "cache_dtype", "boolean"),
-    *("softcap", "sinks", "bias", "value_in_key"),
+    *("scale", "softcap", "sinks", "bias", "value_in_key"),
 )
 
 

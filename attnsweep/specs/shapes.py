@@ -51,18 +51,24 @@ _MASKS = {"causal": CAUSAL, "full": FULL, "true": CAUSAL, "false": FULL, "1": CA
 _MASKS |= {"causal_top_left": replace(CAUSAL, top_left=True)}
 # What has brackets of its own, and the field that it is of.
 _CALLS = {"window": "mask", "window_top_left": "mask", "boolean": "mask", "padded": "padding"}
-_CALLS |= {"packed": "padding", "paged": "padding", "softcap": "softcap", "bias": "bias"}
+_CALLS |= {
+    "packed": "padding",
+    "paged": "padding",
+    "scale": "scale",
+    "softcap": "softcap",
+    "bias": "bias",
+}
 _CALL = re.compile(rf",?\s*({'|'.join(_CALLS)})\(([^()]*)\)", re.IGNORECASE)
 # Words of a shape that say which field they are of.
 _WORDS = dict.fromkeys(("causal", "causal_top_left", "full"), "mask")
 _WORDS |= {name: name for name in ("sinks", "value_in_key")}
 _WORDS |= dict.fromkeys(OPS, "op") | dict.fromkeys(DTYPE_BYTES, "dtype")
-_OF_SCORES = ("softcap", "sinks", "bias")
+_OF_SCORES = ("scale", "softcap", "sinks", "bias")
 _OF_SHAPE = ("dtype", "mask", "padding", *_OF_SCORES, "value_in_key", "op")
 _MASK_WORDS = (
     *("causal", "full", "window(LEFT,RIGHT)", "boolean(PATTERN,NUMBER)", "padded(SIDE,PERCENT)"),
     *("packed(SEQUENCES,PERCENT)", "paged(PAGE_SIZE)"),
-    *("softcap(NUMBER)", "sinks", "bias(item,head)", "value_in_key", "backward"),
+    *("scale(NUMBER)", "softcap(NUMBER)", "sinks", "bias(item,head)", "value_in_key", "backward"),
 )
 _EXAMPLES = "4,32,4096,128 or B=4 H=32 Hkv=8 S=4096 D=128"
 

@@ -53,9 +53,12 @@ def _mistakes(
 ) -> Iterator[tuple[str, Values, Mapping[str, Values], Problem]]:
     """Common mistakes: words, and the output, inputs and problem that each is right for."""
     q, k, v = (given[name] for name in "qkv")
-    scales = {"no scale": 1 / problem.scale, "the scale taken twice": problem.scale}
+    usual, scale = problem.head_dim**-0.5, problem.scale
+    scales = {"no scale": 1 / scale, "the scale taken twice": scale}
+    scales |= {"1 / sqrt(head_dim) as the scale": usual / scale}
     for words, times in {**scales, "exp2 in the place of exp": math.log(2)}.items():
-        yield words, made, {**given, "q": q * np.float32(times)}, problem
+        if not math.isclose(times, 1):  # which is no mistake
+            yield words, made, {**given, "q": q * np.float32(times)}, problem
     keys, mask = problem.seqlen_k, problem.mask
     if mask == FULL:
         yield "a causal mask", made, given, replace(problem, mask=CAUSAL)

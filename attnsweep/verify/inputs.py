@@ -151,9 +151,17 @@ def _windows(problem: Problem, seed: int) -> dict[str, Windows]:
         size = math.prod(shape[2:]) + (shape[0] * shape[1] - 1) * step
         pool = np.empty(size, to_bits(np.empty(0), problem.dtype).dtype)
 
-        def one(begin: int, rng: np.random.Generator, into: Bits = pool) -> None:
+        times = _of_scale(problem) if name == "q" else np.float32(1)
+
+        def one(
+            begin: int,
+            rng: np.random.Generator,
+            into: Bits = pool,
+            times: np.float32 = times,
+        ) -> None:
             part = into[begin : begin + _PART]
-            part[:] = to_bits(rng.standard_normal(len(part), dtype=np.float32), problem.dtype)
+            drawn = rng.standard_normal(len(part), dtype=np.float32)
+            part[:] = to_bits(drawn * times, problem.dtype)
 
         begins = range(0, len(pool), _PART)
         parallel(one, begins, np.random.default_rng((seed, number)).spawn(len(begins)))
@@ -180,7 +188,8 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
     drawn as all keys are, but that in far_below it is far above them.
 
     Normal values of a dtype with scales are such that scales matter: see _as_in_models. With
-    value_in_key, v is a part of k, so that k has what v has elsewhere.
+    value_in_key, v is a part of k, so that k has what v has elsewhere. Beside a scale of the
+    problem's own, q is such that scores are what they are elsewhere: see _of_scale.
     """
     problem = case.problem
     tied, of_v = problem.value_in_key, slice(problem.value_dim)
@@ -278,7 +287,15 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
     elif case.inputs == "nan_padding":  # one that is multiplied by a weight of 0 stays NaN
         for x in (k, v):
             np.copyto(x, np.float32(np.nan), where=~_in_range(problem))
+    if (times := _of_scale(problem)) != 1:
+        q = q * times
     return {"q": q, "k": k} | ({} if tied else {"v": v})
+
+
+def _of_scale(problem: Problem) -> np.float32:
+    """What q is multiplied by beside a scale: a power of two, which changes no rounding."""
+    octaves = round(math.log2(problem.head_dim**-0.5 / problem.scale))
+    return np.float32(2.0 ** min(8, max(-8, octaves)))
 
 
 def _in_range(problem: Problem) -> npt.NDArray[np.bool_]:

@@ -32,6 +32,7 @@ PROBLEMS = tuple(
         Problem.parse,
         (
             "(2,4/2,97x161,64) bf16 full softcap(20)",
+            "(2,4/2,97x161,64) bf16 causal scale(1)",
             "(2,2,130,64) bf16 causal softcap(2)",  # scores beyond the polynomial
             "(1,2,200,64) bf16 window(30,0) softcap(5) sinks",
             "(1,2,150x70,64) fp16 causal sinks",  # queries without a key

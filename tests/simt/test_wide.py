@@ -27,6 +27,7 @@ PROBLEMS = {
     "(1,2/1,70x1215,512) bf16 causal": "large_scores",
     "(1,3/1,193x321,320) bf16 causal": "normal",
     "(1,2,64x700,448) bf16 full": "far_above",
+    "(1,4/2,97x161,512) bf16 causal scale(1)": "far_below",
     "(1,8/2,150x200,264) fp16 causal": "normal",
     "(1,4/2,150x300,384) bf16 window(70,3)": "normal",
     "(1,2/1,130x90,504) bf16 causal": "normal",

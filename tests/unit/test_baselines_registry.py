@@ -219,7 +219,7 @@ def test_flash_attention_3_may_split_the_keys_where_queries_are_few(torch, monke
 def test_flash_attention_3_takes_padded_problems_as_caches_that_are_filled_in_part(torch, monkeypatch):
     whole = Attention("flash_attn_interface")
     installed(monkeypatch, whole)
-    padded = Problem.parse("(3,8/2,1x200,64) bf16 full padded(right,30) softcap(20)")
+    padded = Problem.parse("(3,8/2,1x200,64) bf16 full padded(right,30) scale(1) softcap(20)")
     ways = BACKENDS["flash_attn_3"].ways(torch, padded, Session([0.0]))
     (given,) = inputs(padded, copies=1)
     outputs = [way.forward(*given.values()) for way in ways]
@@ -228,7 +228,7 @@ def test_flash_attention_3_takes_padded_problems_as_caches_that_are_filled_in_pa
         assert [x.shape for x in tensors] == [(3, 1, 8, 64), (3, 200, 2, 64), (3, 200, 2, 64)]
         lengths = options.pop("cache_seqlens")
         assert (lengths.dtype, lengths.array.tolist()) == ("int32", [60, 130, 200])
-        assert options == {"softcap": 20.0} | splits
+        assert options == {"softmax_scale": 1.0, "softcap": 20.0} | splits
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ PERCENT, SEED = st.integers(0, 100), st.integers(0, 5)
 PADDED = st.builds(Padded, st.sampled_from(["right", "left"]), PERCENT, SEED)
 PACKED = st.builds(Packed, st.integers(1, 6), PERCENT, SEED)
 OWN = st.none() | st.sampled_from([(), ("item",), ("head",), ("item", "head")])
-SCORES = st.builds(Scores, st.sampled_from([0, 30, 50, 2.5]), st.booleans(), OWN)
+SCALES = st.sampled_from([None, 1, 0.125, 0.07216878364870322, 1e-7])
+SCORES = st.builds(Scores, st.sampled_from([0, 30, 50, 2.5]), st.booleans(), OWN, SCALES)
 DIMS = st.none() | st.integers(1, 32).map(lambda eighths: 8 * eighths)
 HALF, NONE = st.sampled_from(["fp16", "bf16"]), st.just(FULL)
 
@@ -45,6 +46,8 @@ PROBLEMS = st.one_of(
     problems(scores=SCORES),
     problems(MASKS, st.sampled_from(["fp16", "bf16", "fp32"]), head_dim_v=DIMS),
     problems(ALIGNED, op=st.just(BACKWARD), layout=st.just(DENSE) | PADDED),
+    problems(MASKS, st.sampled_from(get_args(Dtype)), scores=st.builds(Scores, scale=SCALES)),
+    problems(ALIGNED, op=st.just(BACKWARD), scores=st.builds(Scores, scale=SCALES)),
 )
 
 
@@ -76,6 +79,11 @@ def test_labels_tell_problems_apart(one, other):
         ("1,2,64,64 bf16 full packed(2,101)", "the shortest sequence has 0 to 100 percent"),
         ("1,2,64,64 bf16 causal bias(head)", "a bias has no mask beside it"),
         ("1,2,64,64 e4m3 full sinks", "FP8 has no sinks"),
+        ("1,2,64,64 bf16 full scale(0)", "scale is a number above 0, not 0"),
+        ("1,2,64,64 bf16 full scale(-0.1)", "scale is a number above 0, not -0.1"),
+        ("1,2,64,64 bf16 full scale(nan)", "scale is a number above 0, not nan"),
+        ("1,2,64,64 bf16 full scale(inf)", "scale is a number above 0, not inf"),
+        ("1,2,64,64 bf16 full scale(x)", "scale is a number above 0"),
         ("1,2,64,64 bf16 full softcap(-3)", "softcap is a number above 0, not -3"),
         ("1,2,64,64 bf16 full softcap(x)", "softcap is a number above 0"),
         ("1,2,64,64 bf16 full softcap(inf)", "softcap is a number above 0, not inf"),

@@ -52,6 +52,7 @@ class TestWhatItBecomes:
             ("boolean: []", ["boolean(full)"]),
             ("bias: [[item], []]", ["full bias(item)", "full bias()"]),
             ("padding: [[right, 40], null]", ["full padded(right,40)", "full"]),
+            ("scale: [1.0, 0.0722, null]", ["full scale(1)", "full scale(0.0722)", "full"]),
             ("softcap: [50, null]", ["full softcap(50)", "full"]),
             ("sinks: [true, false]", ["full sinks", "full"]),
         ],

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from attnsweep.core.masks import CAUSAL
-from attnsweep.core.problem import Problem
+from attnsweep.core.problem import Problem, Scores
 from attnsweep.verify.hints import hints
 
 FULL = Problem(1, 4, 2, 150, 200, 16, "fp32")
@@ -37,6 +37,7 @@ BY_GROUP, IN_TURNS = [0, 0, 1, 1], [0, 1, 0, 1]
 MISTAKES = {
     "no scale": (FULL, {"scale": 1.0}),
     "the scale taken twice": (FULL, {"scale": SCALE**2}),
+    "1 / sqrt(head_dim) as the scale": (replace(FULL, scores=Scores(scale=1.0)), {"scale": SCALE}),
     "exp2 in the place of exp": (FULL, {"exp": np.exp2}),
     "a causal mask": (FULL, {"seen": diagonal(50)}),
     "the first 192 keys": (FULL, {"seen": np.arange(200)[None] < 192}),
