@@ -257,7 +257,8 @@ class DeviceCase:
     def redraw(self) -> None:
         """Give q, k and v other mantissas and signs, which nothing can know before.
 
-        Exponents stay, so that values are about as large as before, and so do some formats' signs.
+        Exponents and the first bits of mantissas stay, so that values are as large as before, and
+        so do some formats' signs.
         """
         self.to_content(secrets.randbits(64) or 1)
 

@@ -105,9 +105,11 @@ def test_inputs_drawn_anew_have_the_sizes_of_before_and_come_back(dtype, device)
             assert np.isfinite(now).all()
             assert dtype == "e4m3" or (now[was == 0] == 0).all()
             inside = was > 2.0**-6  # smaller ones may be subnormal
-            ratio = now[inside] / was[inside]
-            assert ratio.min() > 0.5
-            assert ratio.max() < 2
+            ratio, most = now[inside] / was[inside], 2 if dtype == "e4m3" else 1.125
+            assert ratio.min() > 1 / most
+            assert ratio.max() < most
+            # A kernel's time may hang on how far scores are apart.
+            assert dtype == "e4m3" or abs((now**2).sum() / (was**2).sum() - 1) < 0.02
             turned = np.signbit(encoding.from_bits(bits ^ made[name], dtype)).mean()
             assert (0.4 < turned < 0.6) if signs[name] == 1 else turned == 0
             # In FP8 a mantissa has three bits, and values of the largest size keep theirs.
