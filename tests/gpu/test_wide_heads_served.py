@@ -1,5 +1,6 @@
 """head_dim 264 to 512 served by a package on a GPU: eager, compiled, enabled, with gradients."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ torch = pytest.importorskip("torch")
 import on_card  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from attending import seen  # noqa: E402
+from gemmas import float64, gemma4, logits  # noqa: E402
 from operators import exact, traced  # noqa: E402
 
 from attnsweep.choose.ranking import rank  # noqa: E402
@@ -233,6 +235,25 @@ def test_enabled(package, operator):
         for attention in (block, flash, torch.compile(block, fullgraph=True), torch.compile(flash, fullgraph=True)):
             assert right(attention(*given), given, mask, 1.0)
     assert package.counters()["kernel"] == before + 4
+
+
+@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize(("heads", "heads_kv"), [(32, 8), (8, 4)])
+def test_a_model_of_gemma_4s_kind(package, operator, registered, how, heads, heads_kv):
+    """Its logits are as near to those of float64 attention as with PyTorch's own."""
+    package.serve_by(operator)
+    model = gemma4("cuda", heads, heads_kv, 1024)
+    ids = torch.randint(1, 128, (1, 1024), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    own, theirs = logits(float64(model), ids), logits(model, ids)
+    model.set_attn_implementation(package.register() if registered else "sdpa")
+    torch._dynamo.reset()
+    step = torch.compile(model) if how == "compiled" else model
+    before = package.counters().get("kernel", 0)
+    with nullcontext() if registered else package.enable():
+        ours = logits(step, ids)
+    assert (ours - own).norm() <= 1.5 * (theirs - own).norm()
+    assert package.counters().get("kernel", 0) == before + 1, package.counters()
 
 
 def test_empty_and_refused(operator):

@@ -1,5 +1,6 @@
 """Calls of head_dim 264 to 512, over a fake driver with kernels of NumPy's."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from attending import Kernel, seen  # noqa: E402
 from fake_driver import FakeDriver  # noqa: E402
+from gemmas import float64, gemma4, logits  # noqa: E402
 from operators import aten, close, exact, gradients_of, make, tensors, traced  # noqa: E402
 from packages import PLAIN_WIDE, package_of, shape, winner, with_config  # noqa: E402
 
@@ -56,7 +58,7 @@ def test_calls_that_pytorch_gets(tmp_path, driver):
     made = operator_of(tmp_path, driver)
     q, k, v = call()
     for given, options, code in (
-        (call(504), {}, "head_dim"),
+        *((call(of), {}, "head_dim") for of in (257, 260, 504, 520)),
         ((q, k, v[..., :256]), {}, "head_dim"),
         ((q, k, v), {"is_causal": True}, "not_tuned"),
         ((q, k, v), {"attn_mask": torch.rand(128, 128) < 0.5}, "not_tuned"),
@@ -157,6 +159,45 @@ def test_enabled(tmp_path, driver):
     flash = package.flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), softmax_scale=1.0)
     assert close(flash.transpose(1, 2), eager)
     assert package.counters()["kernel"] == 3
+
+
+# ---- models ----
+@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_a_model_of_gemma_4s_kind(tmp_path, driver, registered, how):
+    """Its logits are as near to those of float64 attention as with PyTorch's own."""
+    of = shape(2, 4, 128, heads_kv=2, head_dim=512, causal=True)
+    package = package_of(tmp_path, driver, winner(of, PLAIN_WIDE, 4.0))
+    model, ids = gemma4(), torch.randint(1, 128, (2, 128), generator=torch.manual_seed(1))
+    own, theirs = logits(float64(model), ids), logits(model, ids)
+    model.set_attn_implementation(package.register() if registered else "sdpa")
+    torch._dynamo.reset()
+    step = torch.compile(model, backend="aot_eager") if how == "compiled" else model
+    with nullcontext() if registered else package.enable():
+        ours = logits(step, ids)
+    assert (ours - own).norm() <= 1.5 * (theirs - own).norm()
+    assert package.counters().get("kernel") == 1, package.counters()
+    heads = 2 if registered else 4  # transformers repeats keys for PyTorch's on the CPU
+    assert [m["dims"] for m in driver.maps] == [[512, 128, n, 2] for n in (4, heads, heads, heads, 4)]
+
+
+def test_grouped_wide_heads_of_a_model_that_no_kernel_serves_are_repeated(tmp_path, driver):
+    """PyTorch has no fused attention of grouped heads this wide."""
+    of = shape(2, 4, 128, heads_kv=2, head_dim=512)  # not causal
+    package = package_of(tmp_path, driver, winner(of, PLAIN_WIDE, 4.0))
+    model, ids = gemma4(), torch.randint(1, 128, (2, 128), generator=torch.manual_seed(1))
+    theirs, seen = logits(model, ids), []
+    model.set_attn_implementation(package.register())
+    pytorchs = F.scaled_dot_product_attention
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            F,
+            "scaled_dot_product_attention",
+            lambda q, k, v, *a, **b: (seen.append(k.shape[1]), pytorchs(q, k, v, *a, **b))[1],
+        )
+        assert torch.equal(logits(model, ids), theirs)
+    assert seen[-1] == 4
+    assert package.counters()["not_tuned"] == 1
 
 
 # ---- gradients ----

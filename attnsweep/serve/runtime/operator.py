@@ -247,12 +247,19 @@ class Operator:
         scale: float | None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        limits: Any = None,
     ) -> torch.Tensor | None:
         """A call with a mask as a model of transformers makes it, or None if no kernel serves it.
 
-        Its own attention repeats k and v then. softcap, sinks: beside a LazyMask alone.
+        Its own attention repeats k and v then. softcap, sinks: beside a LazyMask alone. limits: in
+        the place of a mask, as a Call has them.
         """
-        if isinstance(mask, LazyMask):
+        if limits is not None:
+            call = Call(*self.cast(query, key, value), None, False, scale, True, limits)
+            if _is_compiling():
+                traced: torch.Tensor | None = self.traced.masked(call, repeats=True)
+                return traced
+        elif isinstance(mask, LazyMask):
             sizes = (query.shape[0], 1, query.shape[2], key.shape[2])
             if mask.shape != sizes or mask.device != query.device:
                 return None

@@ -278,7 +278,7 @@ def _implementation(
         s_aux: Any = None,
         **options: Any,
     ) -> tuple[Any, None]:
-        changed = softcap is not None or s_aux is not None
+        asked, changed = is_causal, softcap is not None or s_aux is not None
         found = [name for name in _OTHERS if options.get(name) is not None]
         found += ["output_attentions"] if options.get("output_attentions") else []
         if changed and found:
@@ -315,20 +315,26 @@ def _implementation(
             out = masked(query, key, value, attention_mask, scaling)
             if out is not None:
                 return out.transpose(1, 2).contiguous(), None
-        if attention_mask is not None or others:
-            given = (module, query, key, value, attention_mask)
-            return sdpa(  # type: ignore[no-any-return]
-                *given, dropout=dropout, scaling=scaling, is_causal=is_causal, **options
-            )
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
         seqlen_q = query.shape[2]
         causal = bool(seqlen_q > 1 and is_causal)  # a lone query sees all keys
+        filled = (key, value)
         if causal and key.shape[2] > seqlen_q:  # an empty static cache: later keys are no one's
-            key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
+            filled = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
+        if attention_mask is None and unfused and not (found or changed or dropout):
+            limits = (None, 0 if causal else None)
+            out = masked(query, *filled, None, scaling, limits=limits)
+            if out is not None:
+                return out.transpose(1, 2).contiguous(), None
+        if attention_mask is not None or others:
+            given = (module, query, key, value, attention_mask)
+            return sdpa(  # type: ignore[no-any-return]
+                *given, dropout=dropout, scaling=scaling, is_causal=asked, **options
+            )
         how = {"is_causal": causal, "scale": scaling, "enable_gqa": grouped, **scores}
         how |= {"dropout_p": dropout} if changed else {}
-        out = attention(query, key, value, **how)
+        out = attention(query, *filled, **how)
         return out.transpose(1, 2).contiguous(), None
 
     forward.attention = attention  # type: ignore[attr-defined]
