@@ -43,6 +43,8 @@ from .serve.shipped import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     get_scheduler_metadata,
+    mla_decode,
+    mla_plan,
     register_attention,
 )
 from .store.run import Run, find_runs, latest_run
@@ -88,6 +90,8 @@ __all__ = [
     "judge",
     "latest_run",
     "load_spec",
+    "mla_decode",
+    "mla_plan",
     "open_run",
     "plan",
     "rank",

@@ -1,7 +1,7 @@
 // flash_mla_wgmma: decoding with latent keys (MLA) over a paged cache on Hopper. sm_90a only. The
 // cache has pages of PAGE keys of HEAD_DIM columns, whose first HEAD_DIM_V are the key's value too.
 // q: (batch, rows, HEAD_DIM), o: (batch, rows, HEAD_DIM_V): the rows of a request are the queries
-// of all its heads. block_table (batch, table_row): the pages of a request; seqused_k (batch): its
+// of all its heads. block_table (batch, max_blocks): the pages of a request; seqused_k (batch): its
 // keys, of which the last are the queries' own.
 //
 // A block has 64 rows, a producer, and two consumer warpgroups that split the columns of values and
@@ -47,9 +47,9 @@ constexpr int PAGE = 64;
 // What is on the device: lengths, of which those that cannot be are taken for the nearest that can.
 struct Lengths {
     const int* seqused_k;
-    int table_row;
+    int max_blocks;  // pages of a request at most
     __device__ __forceinline__ int of(int request) const {
-        return min(max(seqused_k[request], 0), table_row * PAGE);
+        return min(max(seqused_k[request], 0), max_blocks * PAGE);
     }
 };
 // What a block has by the plan: tiles from `first` on of `request`, all of the requests between,
@@ -67,8 +67,8 @@ constexpr int NO_END = 0x7fffffff;
 // last. It takes from lengths nothing but the balance: any plan is right for any.
 extern "C" __global__ void __launch_bounds__(32)
     flash_mla_wgmma_plan(const int* seqused_k, Share* __restrict__ shares,
-                         int* __restrict__ first_slot, int batch, int table_row, int parts) {
-    const Lengths lengths{seqused_k, table_row};
+                         int* __restrict__ first_slot, int batch, int max_blocks, int parts) {
+    const Lengths lengths{seqused_k, max_blocks};
     const int lane = threadIdx.x;
     auto tiles_of = [&](int request) {
         return request < batch ? max(ceil_div<BLOCK_N>(lengths.of(request)), 1) : 0;
@@ -195,6 +195,7 @@ struct Call {
     Rows rows;
     Lengths lengths;
     const int* block_table;
+    int table_row;  // from the pages of a request to those of the next
     const Share* shares;
     float factor;  // of the scores: scale * log2(e)
     element_t* o;
@@ -252,8 +253,7 @@ __device__ __forceinline__ void produce(const TensorMap& q, const TensorMap& val
     Producer own{at};
     unsigned q_phase = 0;
     for_each_item(call, [&](const Item& item) {
-        const int* table =
-            call.block_table + static_cast<long long>(item.request) * call.lengths.table_row;
+        const int* table = call.block_table + static_cast<long long>(item.request) * call.table_row;
         auto page_of = [&](int tile) {
             return tile * BLOCK_N < item.length ? table[tile * BLOCK_N / PAGE] : -1;
         };
@@ -489,12 +489,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     const __grid_constant__ TensorMap rest, const int* seqused_k,
                     const int* block_table, const Share* shares, element_t* o, float* lse,
                     float* partial, float* partial_lse, int count, int heads, int queries,
-                    int apart, int table_row, float factor) {
+                    int apart, int max_blocks, int table_row, float factor) {
     extern __shared__ __align__(1024) unsigned char smem[];
     const Memory at(smem);
     const Call call{{count, heads, queries, apart},
-                    {seqused_k, table_row},
+                    {seqused_k, max_blocks},
                     block_table,
+                    table_row,
                     shares,
                     factor,
                     o,

@@ -163,7 +163,7 @@ def fwd(c, p, arch):
             map_of_pages(c, p, hopper.panels(p.head_dim) - 2 * half),
             *("seqused_k", "block_table", planned(c)[0] if c.PLAN else "lse", "o", "lse"),
             *(("partial", "partial_lse") if slots(c, p) else ("lse", "lse")),
-            *(*in_rows(p), p.layout.blocks(p.seqlen_k), p.scale * LOG2E),
+            *(*in_rows(p), *[p.layout.blocks(p.seqlen_k)] * 2, p.scale * LOG2E),
         ),
         smem_bytes=smem_bytes(c, p, stages(c, p, arch)),
         defines=hopper.value_columns(p)

@@ -118,10 +118,10 @@ def _by_paged(name: str) -> Callable[[_Function], _Function]:
         @functools.wraps(declared)
         def function(*args: Any, **options: Any) -> Any:
             _loaded or _package()  # which says what to install
-            from attnsweep.serve import paged_attention, paged_varlen
+            from attnsweep.serve import mla, paged_attention, paged_varlen
 
-            module = paged_varlen if name == "flash_attn_varlen_func" else paged_attention
-            return getattr(module, name)(*args, **options)
+            of_others = {"flash_attn_varlen_func": paged_varlen, "mla_decode": mla, "mla_plan": mla}
+            return getattr(of_others.get(name, paged_attention), name)(*args, **options)
 
         return function
 
@@ -169,6 +169,23 @@ def explain_flash_attn_with_kvcache(*args: Any, **options: Any) -> Explanation:
 @_by_paged("get_scheduler_metadata")
 def get_scheduler_metadata(*args: Any, **options: Any) -> Any:
     """What the blocks of a step's calls do, for `scheduler_metadata` of each of its layers."""
+
+
+@_by_paged("mla_decode")
+def mla_decode(*args: Any, **options: Any) -> Any:
+    """MLA's decoding from a paged cache of latent keys, whose first 512 columns are the values.
+
+    q: (batch, seqlen_q, heads, 576), fp16 or bf16; kv_cache: (pages, 64, 1, 576); block_table
+    (batch, blocks) and cache_seqlens (batch,) are int32 and stay on the device. softmax_scale is
+    above 0; causal is bottom-right; plan is what mla_plan made for the step. Returns (batch,
+    seqlen_q, heads, 512), and with return_lse the log-sum-exps (batch, heads, seqlen_q) too. Needs
+    attnsweep[torch,compile]: the kernel is compiled when a kind of call is first met.
+    """
+
+
+@_by_paged("mla_plan")
+def mla_plan(*args: Any, **options: Any) -> Any:
+    """Which keys the blocks of a step's `mla_decode` calls have: cache_seqlens, heads * queries."""
 
 
 @_by_package("explain")

@@ -17,8 +17,8 @@ from attnsweep.verify.oracle import oracle_of
 from .harness import ARCH, COMPILER, SimtError, Simulator, config_of
 
 KERNEL = discover()["flash_mla_wgmma"]
-# At the end of its arguments: heads, queries, rows from query to query, columns of the table, factor.
-QUERIES_APART = -3
+# At the end of its arguments: rows from query to query, pages of a request, columns of the table, factor.
+QUERIES_APART = -4
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 
@@ -107,7 +107,7 @@ class Call:
 
 
 @pytest.mark.parametrize("words", ["LAG=0", "LAG=1 SPLITS=2", "LAG=1 PLAN=2"])
-def test_rows_by_query_as_engines_have_them(simulator, words):
+def test_rows_by_query_and_parts_of_a_table_as_engines_have_them(simulator, words):
     call = Call(simulator, latent(20, 3, "1x150+1x2"), words)
     plain, lse = call.run()
     batch, heads, queries, columns = plain.shape
@@ -119,7 +119,11 @@ def test_rows_by_query_as_engines_have_them(simulator, words):
         assert args[at] == 1
         args[at] = heads
         call.stages[name] = replace(launch, args=tuple(args)), made
-    turned, same_lse = call.run(q=call.inputs["q"].swapaxes(1, 2).copy())
+    table = np.full((batch, 9), -5, np.int32)
+    table[:, : call.inputs["block_table"].shape[1]] = call.inputs["block_table"]
+    launch, made = call.stages["fwd"]
+    call.stages["fwd"] = replace(launch, args=(*launch.args[:-2], 9, launch.args[-1])), made
+    turned, same_lse = call.run(block_table=table, q=call.inputs["q"].swapaxes(1, 2).copy())
     assert np.array_equal(turned.reshape(batch, queries, heads, columns).swapaxes(1, 2), plain)
     assert np.array_equal(same_lse, lse)
 

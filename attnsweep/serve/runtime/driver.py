@@ -348,12 +348,13 @@ class Device:
         of_64 = cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B
         of_128 = cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
         of_l2 = cuda.CUtensorMapL2promotion
+        # Of one head: a sweep's maps may have panels where a model's have heads, or panels too.
+        own = box.box if columns == box.box[0] else box.box[:2]
         before = (cuda.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16, rank)
         after = (
             [cuda.cuuint64_t(size) for size in (columns, *outer)],
             [cuda.cuuint64_t(stride) for stride in strides],
-            # Of one head: a sweep's maps may have panels where a model's have heads.
-            [cuda.cuuint32_t(size) for size in (*box.box[:2], *[1] * rank)[:rank]],
+            [cuda.cuuint32_t(size) for size in (*own, *[1] * rank)[:rank]],
             [cuda.cuuint32_t(1)] * rank,
             cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             {64: of_64, 128: of_128}[box.swizzle_bytes],

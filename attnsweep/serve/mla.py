@@ -1,0 +1,373 @@
+"""MLA's decoding from a paged cache, as FlashMLA has it, by `flash_mla_wgmma`.
+
+The kernel is compiled when a kind of call is first met, and lies in the cache of cubins then.
+Lengths, table and plan stay on the device, so that a call waits for nothing and may be in a CUDA
+graph whose lengths change. Where the kernel does not run, PyTorch answers behind a gather.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from attnsweep.core.errors import AttnsweepError
+from attnsweep.core.layouts import Paged
+from attnsweep.core.masks import CAUSAL, FULL
+from attnsweep.core.problem import LOG2E, Problem
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Config, Family
+from attnsweep.serve.paged_call import DTYPES
+from attnsweep.serve.paged_launch import Kernel, arch_of, bound, current_device, raw_stream
+from attnsweep.serve.runtime.driver import BoundLaunches, DriverError, StridedTensor
+
+HEAD_DIM, HEAD_DIM_V, PAGE = 576, 512, 64
+# No run on a card has chosen yet.
+_CONFIG, _PLAN = {"BLOCK_N": 64, "LAG": 1}, 2
+_MOST_KINDS = 4096
+_ANY_BLOCKS = 2**24  # pages of a request that a plan takes
+_NAMES = (
+    *("q", "k", "v", "o", "block_table", "seqused_k", "lse", "partial", "partial_lse"),
+    *("shares", "first_slot"),
+)
+counters: Counter[str] = Counter()
+"""Calls by what served them: `kernel`, or why PyTorch did."""
+
+
+class MlaPlan(NamedTuple):
+    """What the blocks of a step's calls do, for the requests of these lengths: see mla_plan."""
+
+    shares: torch.Tensor
+    first_slot: torch.Tensor
+    rows: int
+
+
+class _Call(NamedTuple):
+    """A call whose arguments fit together. cache: (pages, PAGE, HEAD_DIM)."""
+
+    q: torch.Tensor
+    cache: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+    scale: float
+    causal: bool
+    lse: bool
+    shares: torch.Tensor | None = None
+    first_slot: torch.Tensor | None = None
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What its launches depend on: all but addresses."""
+        q, cache, table = self.q, self.cache, self.table
+        sizes = (q.shape, q.stride(), cache.shape, cache.stride(), table.shape, table.stride(0))
+        how = (self.scale, self.causal, self.lse, self.shares is None)
+        return (*sizes, q.dtype, q.device.index, *how)
+
+
+class _Served(NamedTuple):
+    """Launches of calls of a kind, or why there are none; and bytes of their partial results."""
+
+    launches: BoundLaunches | None
+    why: str = "kernel"
+    partial: int = 0
+    partial_lse: int = 0
+
+
+@functools.cache
+def _family() -> Family:
+    return discover()["flash_mla_wgmma"]
+
+
+def mla_plan(cache_seqlens: torch.Tensor, rows: int) -> MlaPlan | None:
+    """Which keys each block of a step's calls has, for `plan` of each of its layers.
+
+    cache_seqlens: int32 (batch,), on the device. rows: heads times queries of a request. Launches
+    one small kernel, in a CUDA graph too. Any plan of the batch is right for any lengths: one of
+    others costs time alone. None where the kernel does not run.
+    """
+    _check_lengths(cache_seqlens)
+    if type(rows) is not int or rows < 1:
+        raise ValueError(f"rows are heads times queries of a request, not {rows!r}")
+    batch, index = len(cache_seqlens), cache_seqlens.device.index or 0
+    if not cache_seqlens.is_cuda or not batch:
+        return None
+    try:
+        launches, sizes = _of_plan(batch, rows, index)
+    except (AttnsweepError, DriverError, OSError):
+        return None
+    made = [cache_seqlens.new_empty(size // 4) for size in sizes]
+    own = {"seqused_k": cache_seqlens, **dict(zip(_NAMES[-2:], made, strict=True))}
+    addresses = tuple(own[name].data_ptr() if name in own else 0 for name in _NAMES)
+    with torch.cuda.device(index):  # its context must be the current one
+        launches.issue(addresses, raw_stream(index))
+    shares, first_slot = made
+    return MlaPlan(shares, first_slot, rows)
+
+
+@functools.lru_cache(maxsize=256)
+def _of_plan(batch: int, rows: int, index: int) -> tuple[BoundLaunches, list[int]]:
+    """The launch of a plan, and the bytes of what it writes."""
+    config = Config({**_CONFIG, "SPLITS": 1, "PLAN": _PLAN, "LSE": 0})
+    problem = _problem(batch, rows, 1, 1, "bf16", causal=True)
+    kernel = _kernels(problem, config, index)["plan"]
+    names, (*before, blocks, parts) = kernel.launch.args[1:3], kernel.launch.args
+    assert blocks == 1
+    launch = replace(kernel.launch, args=(*before, _ANY_BLOCKS, parts))
+    spaces = _family().workspace_of(config, problem)
+    kernel = _named(kernel._replace(launch=launch), names)
+    return bound([kernel], index, _NAMES), [spaces[str(name)] for name in names]
+
+
+def _problem(
+    batch: int, heads: int, queries: int, blocks: int, dtype: Any, *, causal: bool
+) -> Problem:
+    """The problem of a call, whose lengths are not known: one request has all keys."""
+    layout = Paged(PAGE, lengths=(blocks * PAGE, *[0] * (batch - 1)))
+    sizes = (batch, heads, 1, queries, blocks * PAGE, HEAD_DIM)
+    mask = CAUSAL if causal else FULL
+    return Problem(*sizes, dtype, mask, layout, head_dim_v=HEAD_DIM_V, value_in_key=True)
+
+
+def _kernels(problem: Problem, config: Config, index: int) -> dict[str, Kernel]:
+    """The kernels of a config by stage. Raises an AttnsweepError where it cannot run."""
+    family, arch = _family(), arch_of(index)
+    if (why := family.refusal(problem, arch)) is not None:
+        raise AttnsweepError(why)
+    return {
+        stage: Kernel(launch, family.source, family.stages[stage].defines(config, problem, launch))
+        for stage, launch in family.launches(config, problem, arch).items()
+    }
+
+
+def _named(kernel: Kernel, planned: Any) -> Kernel:
+    """A kernel that gets what a plan wrote under our names."""
+    ours = dict(zip(planned, _NAMES[-2:], strict=True))
+    args = tuple(ours.get(arg, arg) if isinstance(arg, str) else arg for arg in kernel.launch.args)
+    return kernel._replace(launch=replace(kernel.launch, args=args))
+
+
+def mla_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    head_dim_v: int = HEAD_DIM_V,
+    *,
+    softmax_scale: float,
+    causal: bool = True,
+    plan: MlaPlan | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of a few queries with latent keys, whose first head_dim_v columns are the values.
+
+    q: (batch, seqlen_q, heads, 576), fp16 or bf16. kv_cache: (pages, 64, 576) or (pages, 64, 1,
+    576), of q's dtype, any strides with contiguous rows. block_table: int32 (batch, blocks).
+    cache_seqlens: int32 (batch,), the keys of each request, the new ones counted. Both stay on the
+    device; what cannot be there gives some output and reads nothing outside the cache.
+    softmax_scale: above 0. plan: of mla_plan.
+
+    Query i of a request with n keys sees key j if j <= n - seqlen_q + i, where it is causal. A
+    query that sees no key has output 0. Returns the output, (batch, seqlen_q, heads, 512), or
+    (output, lse) with the natural log-sum-exps, float32 (batch, heads, seqlen_q).
+    """
+    call = _understood(q, kv_cache, block_table, cache_seqlens, head_dim_v, softmax_scale)
+    call = call._replace(causal=bool(causal), lse=bool(return_lse))
+    if plan is not None:
+        call = _with_plan(call, plan)
+    answer = _compiled(*call) if torch.compiler.is_compiling() else _answer(call)
+    return answer if return_lse else answer[0]
+
+
+def _understood(
+    q: Any, cache: Any, table: Any, lengths: Any, head_dim_v: int, scale: float
+) -> _Call:
+    """The call that these arguments mean. Raises TypeError or ValueError."""
+    for name, tensor in (("q", q), ("kv_cache", cache), ("block_table", table)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is {type(tensor).__name__}, not a tensor")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, and q on {q.device}")
+    if q.dtype not in DTYPES or cache.dtype != q.dtype:
+        raise TypeError(f"q is {q.dtype} and kv_cache {cache.dtype}: both are float16 or bfloat16")
+    if q.dim() != 4 or q.shape[3] != HEAD_DIM or not q.shape[1] or not q.shape[2]:
+        raise ValueError(f"q is {tuple(q.shape)}: it is (batch, seqlen_q, heads, {HEAD_DIM})")
+    if cache.dim() == 4 and cache.shape[2] == 1:
+        cache = cache[:, :, 0]
+    if cache.dim() != 3 or cache.shape[1:] != (PAGE, HEAD_DIM) or not len(cache):
+        what = f"(pages, {PAGE}, 1, {HEAD_DIM}): one key head, pages of {PAGE} keys"
+        raise ValueError(f"kv_cache is {tuple(cache.shape)}: it is {what}")
+    page, slot, one = cache.stride()
+    if one != 1 or slot < HEAD_DIM or (len(cache) > 1 and page < slot * (PAGE - 1) + HEAD_DIM):
+        raise ValueError(f"kv_cache has strides {cache.stride()}: rows overlap, or are not whole")
+    if head_dim_v != HEAD_DIM_V:
+        raise ValueError(f"head_dim_v is {HEAD_DIM_V}, not {head_dim_v}")
+    if not (isinstance(scale, int | float) and 0 < scale < math.inf):
+        raise ValueError(f"softmax_scale is a number above 0, not {scale!r}")
+    if table.dtype != torch.int32 or table.dim() != 2 or table.stride(1) != 1:
+        raise TypeError("block_table is an int32 tensor, (batch, blocks), with contiguous rows")
+    if table.shape[0] != len(q) or not table.shape[1]:
+        raise ValueError(f"block_table is {tuple(table.shape)}: it has a row of each of {len(q)}")
+    _check_lengths(lengths)
+    if lengths.shape != (len(q),) or lengths.device != q.device:
+        what = f"cache_seqlens is {tuple(lengths.shape)} on {lengths.device}"
+        raise ValueError(f"{what}: it has {len(q)} numbers on {q.device}")
+    return _Call(q, cache, table, lengths, float(scale), causal=True, lse=False)
+
+
+def _check_lengths(lengths: Any) -> None:
+    if not isinstance(lengths, torch.Tensor) or lengths.dtype != torch.int32:
+        raise TypeError("cache_seqlens is an int32 tensor")
+    if lengths.dim() != 1 or not lengths.is_contiguous():
+        raise ValueError(f"cache_seqlens is {tuple(lengths.shape)}: it is (batch,), contiguous")
+
+
+def _with_plan(call: _Call, plan: Any) -> _Call:
+    if not isinstance(plan, MlaPlan):
+        raise TypeError(f"plan is what mla_plan returned, not {type(plan).__name__}")
+    batch, queries, heads, _ = call.q.shape
+    if plan.rows != heads * queries or plan.first_slot.numel() != batch + 1:
+        own = f"{plan.first_slot.numel() - 1} requests of {plan.rows} rows"
+        raise ValueError(f"the plan is of {own}, and q has {batch} of {heads * queries}")
+    if plan.shares.device != call.q.device:
+        raise ValueError(f"the plan is on {plan.shares.device}, and q on {call.q.device}")
+    return call._replace(shares=plan.shares, first_slot=plan.first_slot)
+
+
+_served: dict[tuple[Any, ...], _Served] = {}
+
+
+def _made(call: _Call) -> _Served:
+    """The launches of calls of this kind."""
+    if not call.q.is_cuda:
+        return _Served(None, "device")
+    page, slot, _ = call.cache.stride()
+    if page % 8 or slot % 8:
+        return _Served(None, "layout")  # a copy has rows at multiples of 16 bytes
+    index = call.q.device.index or 0
+    try:
+        kernels, spaces = _of_call(call, index)
+        launches = bound(kernels, index, _NAMES, _in_maps(call))
+    except (AttnsweepError, DriverError, OSError) as error:
+        return _Served(None, str(error).splitlines()[0])
+    return _Served(launches, "kernel", spaces.get("partial", 0), spaces.get("partial_lse", 0))
+
+
+def _of_call(call: _Call, index: int) -> tuple[list[Kernel], Mapping[str, int]]:
+    """The kernels of a call, in order, and their workspaces. Raises an AttnsweepError."""
+    batch, queries, heads, _ = call.q.shape
+    blocks, rows = call.table.shape[1], heads * queries
+    free = arch_of(index).sm_count // (batch * -(-rows // 64))
+    splits = max(n for n in (1, 2, 4, 8, 16) if n == 1 or n <= min(free, blocks))
+    cut = {"SPLITS": splits, "PLAN": 0} if call.shares is None else {"SPLITS": 1, "PLAN": _PLAN}
+    config = Config({**_CONFIG, **cut, "LSE": int(call.lse)})
+    problem = _problem(batch, heads, queries, blocks, DTYPES[call.q.dtype], causal=call.causal)
+    kernels = _kernels(problem, config, index)
+    if plan := kernels.pop("plan", None):
+        kernels = {name: _named(each, plan.launch.args[1:3]) for name, each in kernels.items()}
+    of_rows = (rows, heads, queries, heads)
+    of_fwd = (*of_rows, blocks, call.table.stride(0), call.scale * LOG2E)
+    made = []
+    for name, kernel in kernels.items():
+        numbers = of_fwd if name == "fwd" else of_rows
+        args = (*kernel.launch.args[: -len(numbers)], *numbers)
+        made.append(kernel._replace(launch=replace(kernel.launch, args=args)))
+    return made, _family().workspace_of(config, problem)
+
+
+def _in_maps(call: _Call) -> dict[str, StridedTensor]:
+    """q with its rows in one, and the cache in panels of 64 columns."""
+    batch, queries, heads, _ = call.q.shape
+    (pages, *_), (page, slot, _) = call.cache.shape, call.cache.stride()
+    rows = (batch, queries * heads, HEAD_DIM)
+    return {
+        "q": StridedTensor(rows, (call.q.stride(0), HEAD_DIM, 1)),
+        "k": StridedTensor((pages, HEAD_DIM // 64, PAGE, 64), (page, 64, slot, 1)),
+    }
+
+
+def _answer(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output and, if the call wants them, its log-sum-exps."""
+    q = call.q
+    batch, queries, heads, _ = q.shape
+    whole = queries == 1 or q.stride(1) == heads * HEAD_DIM
+    if q.stride(3) != 1 or (heads > 1 and q.stride(2) != HEAD_DIM) or not whole or q.stride(0) % 8:
+        call = call._replace(q=(q := q.contiguous()))
+    index = q.device.index or 0
+    if q.is_cuda and current_device() != index:
+        with torch.cuda.device(index):  # its context must be the current one
+            return _answer(call)
+    served = _served.get(kind := call.kind)
+    if served is None:
+        if len(_served) >= _MOST_KINDS:
+            _served.clear()
+        served = _served[kind] = _made(call)
+    given = (q.data_ptr() | call.cache.data_ptr()) & 15
+    if served.launches is None or not batch or given:
+        counters[served.why if served.launches is None else "layout"] += 1
+        return _by_pytorch(call)
+    out = q.new_empty((batch, queries, heads, HEAD_DIM_V))
+    lse = q.new_empty((batch, heads, queries) if call.lse else 0, dtype=torch.float32)
+    partial = sums = 0
+    if served.partial:
+        space = q.new_empty(served.partial + served.partial_lse, dtype=torch.uint8)
+        partial, sums = space.data_ptr(), space.data_ptr() + served.partial
+    k = call.cache.data_ptr()
+    addresses = (
+        *(q.data_ptr(), k, k, out.data_ptr(), call.table.data_ptr(), call.lengths.data_ptr()),
+        *(lse.data_ptr(), partial, sums),
+        0 if call.shares is None else call.shares.data_ptr(),
+        0 if call.first_slot is None else call.first_slot.data_ptr(),
+    )
+    served.launches.issue(addresses, raw_stream(index))
+    counters["kernel"] += 1
+    return out, lse
+
+
+def _by_pytorch(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """The answer in float32, on keys gathered from their pages."""
+    queries = call.q.shape[1]
+    keys = torch.arange(call.table.shape[1] * PAGE, device=call.q.device)
+    lengths = call.lengths.clamp(0, len(keys))[:, None]
+    there = keys < lengths
+    table = call.table.long().clamp(0, len(call.cache) - 1)
+    cache = call.cache[table].flatten(1, 2).float().masked_fill(~there[..., None], 0.0)
+    last = lengths[..., None] - queries + torch.arange(queries, device=keys.device)[:, None]
+    seen = (
+        there[:, None] & (keys <= last) if call.causal else there[:, None].expand(-1, queries, -1)
+    )
+    scores = torch.einsum("bqhd,bkd->bhqk", call.q.float(), cache) * call.scale
+    scores = scores.masked_fill(~seen[:, None], -math.inf)
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse)[..., None])
+    out = torch.einsum("bhqk,bkd->bqhd", weights, cache[..., :HEAD_DIM_V])
+    return out.to(call.q.dtype), lse if call.lse else lse.new_empty(0)
+
+
+@torch.library.custom_op("attnsweep::mla_decode", mutates_args=())  # type: ignore[untyped-decorator]
+def _compiled(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    causal: bool,
+    lse: bool,
+    shares: torch.Tensor | None,
+    first_slot: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, sums = _answer(_Call(q, cache, table, lengths, scale, causal, lse, shares, first_slot))
+    return out.contiguous(), sums.contiguous()
+
+
+@_compiled.register_fake  # type: ignore[untyped-decorator]
+def _(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    given = _Call(*call)
+    batch, queries, heads, _ = given.q.shape
+    shape = (batch, heads, queries) if given.lse else (0,)
+    out = given.q.new_empty((batch, queries, heads, HEAD_DIM_V))
+    return out, given.q.new_empty(shape, dtype=torch.float32)
