@@ -274,7 +274,8 @@ def tuned(attnsweep, gpu, tmp_path, monkeypatch):
         gpu.time_us = lambda name: theirs.get(name, us + sum(more for words, more in slower.items() if words in name))
         done = attnsweep("tune", *shape.split())
         assert done.returncode == 0, done.stderr
-        said = done.stdout.splitlines()[-1]
+        *_, said, config = done.stdout.splitlines()
+        assert config.startswith("config: ")
         assert said.startswith(f"{family} is 1.400 ± 0.000 times as fast as")
         (run,) = (path.parent for path in tmp_path.glob("results/*/*/trials.jsonl"))
         problem = open_run(run).trials[0].problem

@@ -309,7 +309,8 @@ def _problem(kind: Mapping[str, Any], on_gpu: bool) -> Problem | str:
     try:
         sizes = q[0], q[1], k[1], q[2], k[2], _own_scale(kind)[0]
         of_v = None if v[3] == q[3] else v[3]  # a padded head_dim is also v's
-        options: Any = {"scores": Scores.of(kind), "head_dim_v": of_v}
+        scores = Scores.of({**kind, "scale": None})  # an argument of every kernel: a note says it
+        options: Any = {"scores": scores, "head_dim_v": of_v}
         return Problem(*sizes, dtype, mask_of_facts(kind), **options)
     except ProblemError as error:  # such as more than a card holds, on a host that holds it
         return error.what

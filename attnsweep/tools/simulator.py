@@ -372,6 +372,7 @@ class Simulator:
                 ["addr2line", "-i", "-e", str(library), found[1]],
                 capture_output=True,
                 text=True,
+                encoding="utf-8",
                 check=True,
                 timeout=30,
             ).stdout
