@@ -77,7 +77,7 @@ class Kernels:
             for content in (before, every[call]):
                 if content:
                     drawn = mixed(content ^ own ^ numbered(words)) >> np.uint64(32)
-                    may = 0x007F007F | (0x80008000 if signs == 1 else 0)
+                    may = 0x000F000F | (0x80008000 if signs == 1 else 0)
                     words ^= drawn.astype(np.uint32) & np.uint32(may)
 
     def digest_parts(self, buffer: Buffer, sums: Buffer, first: int, parts: int) -> None:
