@@ -223,7 +223,7 @@ def _fits(family: Family, config: Config, problem: Problem, arch: Arch) -> bool:
     """Whether a config can serve a problem; that another is better for it is no matter here."""
     if family.name == DECODE:
         return family.refused_by(config, problem, arch) is None
-    # Of the rules by shape one alone counts: blocks share keys where SMs would be idle.
+    # One rule by shape still counts: keys are shared only where SMs would be idle otherwise.
     can = (name for name in family.rules if name not in family.by_shape or name == "split_grid")
     fits = all(family.passes(name, config, problem, arch) for name in can)
     return fits and family.excess(config, problem, arch) is None
