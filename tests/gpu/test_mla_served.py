@@ -53,7 +53,7 @@ class Cache:
         return mla.mla_decode(*given, softmax_scale=SCALE, plan=plan)
 
 
-@pytest.mark.parametrize(("heads", "rows"), itertools.product((16, 64, 128), (1, 2, 4)))
+@pytest.mark.parametrize(("heads", "rows"), [*itertools.product((16, 64, 128), (1, 2, 4))])
 def test_with_a_plan_and_without_and_replayed_with_other_lengths(heads, rows):
     cache, before = Cache(heads, rows, LENGTHS[0]), mla.counters["kernel"]
     cache.check(cache.call())
