@@ -174,7 +174,12 @@ def kept(old: Mapping[str, Any], table: Mapping[str, Any]) -> dict[Identity, dic
     if table["format"] != old["format"]:
         return {}
     there, found = read_table(PLACE), dict[Identity, dict[str, bytes]]()
-    for kernel in old["kernels"]:
+
+    def archives(kernel: Mapping[str, Any]) -> list[str]:
+        files = map(cubin_file, kernel["stages"].values())
+        return sorted(there.archives[file].archive for file in files)
+
+    for kernel in sorted(old["kernels"], key=archives):  # each is unpacked once
         own = _identity(kernel, old)
         if old["source"].get(own[0]) == table["source"].get(own[0]):
             codes = {stage: Code(cubin_file(of), of, "") for stage, of in kernel["stages"].items()}
