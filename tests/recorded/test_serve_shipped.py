@@ -175,7 +175,8 @@ def copied(tmp_path):
     shutil.copytree(PLACE / CUBINS, tmp_path / CUBINS)
     made = read_table(tmp_path)
     winners = next(iter(made.gpus.values())).winners
-    archives = {code: made.archives[code.file].archive for code in (w.kernel.stages["fwd"] for w in winners)}
+    codes = [code for winner in winners for code in winner.kernel.stages.values()]
+    archives = {code: made.archives[code.file].archive for code in codes}
     # The smallest, since tests pack it anew.
     others = [code for code, archive in archives.items() if archive != BASE]
     code = min(others, key=lambda code: (tmp_path / CUBINS / archives[code]).stat().st_size)
