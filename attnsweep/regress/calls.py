@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from attnsweep.bench.worker import Worker
 from attnsweep.compile.builds import build_of
 from attnsweep.compile.cubin import compiler_for
+from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.callables import CALLABLE, Asked
 from attnsweep.core.errors import NoGpuError, SpecError
 from attnsweep.core.observer import Observer
@@ -81,33 +81,25 @@ def _git(file: Path, *command: str, said: str = "", at: Path | None = None) -> b
     return done.stdout
 
 
-class _CallGate(Gate):
-    """Compares two callables with one config, problem by problem."""
-
-    def __init__(self, old: Family, config: Config, *of_gate: Any) -> None:
-        super().__init__(*of_gate)
-        self._old, self._config = old, config
-
-    def _elsewhere(self, other_driver: bool) -> str | None:  # noqa: ARG002
-        return None
-
-    def pairs(
-        self,
-        problems: Sequence[Problem],
-        elsewhere: str | None,  # noqa: ARG002
-        slower: float | None,
-    ) -> list[Pair | Finding]:
-        """See Gate: both sides compile at once."""
-        found: list[Pair | Finding] = []
-        for problem in problems:
-            sides = [self._old, self._spec.families[_NEW]]
-            old, new = (build_of(side, self._config, problem, self._compiler) for side in sides)
-            for build in (new, old):
-                build.submit()
-            row = {"kernel": _NEW, "config": self._config, "registers": None, "smem_bytes": None}
-            share = self._spec.check.slower if slower is None else slower
-            found.append(Pair(problem, share, row, old, new))
-        return found
+def pairs_of_calls(
+    spec: SweepSpec,
+    old: Family,
+    config: Config,
+    problems: Sequence[Problem],
+    compiler: Compiler,
+    slower: float | None,
+) -> list[Pair | Finding]:
+    """A pair for each problem, whose both sides compile with one config. slower: see check."""
+    found: list[Pair | Finding] = []
+    for problem in problems:
+        sides = [old, spec.families[_NEW]]
+        before, build = (build_of(side, config, problem, compiler) for side in sides)
+        for each in (build, before):
+            each.submit()
+        row = {"kernel": _NEW, "config": config, "registers": None, "smem_bytes": None}
+        share = spec.check.slower if slower is None else slower
+        found.append(Pair(problem, share, row, before, build))
+    return found
 
 
 def check_calls(
@@ -144,8 +136,8 @@ def check_calls(
         compiler = compiler_for(spec, arch_of(spec, here), cache_dir)
         at_end.callback(compiler.close)
         before = CalledFamily("old", old, (), call=call)
-        gate = _CallGate(before, Config(config), spec, None, gpu, here, compiler, observer, budget)
-        findings = gate.run(problems, slower=slower, other_driver=True, tell=tell)
+        pairs = pairs_of_calls(spec, before, Config(config), problems, compiler, slower)
+        findings = Gate(spec, gpu, observer, budget).run(pairs, tell)
     return Comparison(
         Path(old),
         Path(new),

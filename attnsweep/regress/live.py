@@ -71,12 +71,12 @@ class Pair:
     """The launches; or a build, which is compiled as today's is."""
     build: Build
 
-    def same(self, new: Candidate) -> bool:
-        """Whether both run the same code in the same way. Raises Ended."""
+    def same(self) -> bool:
+        """Whether both run the same code in the same way, once compiled. Raises Ended."""
         if isinstance(self.old, Build):
             self.old_plan()
             return self.old.machine_code() == self.build.machine_code()
-        return same_code(self.old, new.timed)
+        return same_code(self.old, self.build.launches_for(self.problem))
 
     def old_plan(self) -> Plan:
         """The old code. Raises Ended if it does not compile."""
@@ -123,14 +123,11 @@ def check(
         with budget.paused():
             locks.enter_context(held(here.uuid, here.gpu, wait=wait, say=observer.note))
         compiler = compiler_for(spec, arch, cache_dir)
-        gate = Gate(spec, baseline, gpu, here, compiler, observer, budget)
         try:
-            findings = gate.run(
-                asked_of(spec, baseline),
-                slower=slower,
-                other_driver=other_driver,
-                tell=tell,
-            )
+            elsewhere = elsewhere_of(baseline, here, other_driver=other_driver)
+            asked = asked_of(spec, baseline)
+            pairs = pairs_of(spec, baseline, asked, compiler, here, elsewhere, slower)
+            findings = Gate(spec, gpu, observer, budget).run(pairs, tell)
         finally:
             compiler.close()
     return comparison(spec, baseline, here, findings, slower, budget)
@@ -242,6 +239,56 @@ def _today(
         raise Ended(Verdict.WRONG, f"{where}{error.what}") from error
 
 
+def elsewhere_of(baseline: Run, here: Environment, *, other_driver: bool) -> str | None:
+    """Why times of the baseline's code here would be of another card or driver, or None."""
+    old = baseline.environment
+    elsewhere = other_card(old, here)
+    if elsewhere is None and not other_driver and old and old.driver != here.driver:
+        elsewhere = (
+            f"the baseline used driver {old.driver}, this machine has {here.driver}; add "
+            "--other-driver to time its code with this one"
+        )
+    return elsewhere
+
+
+def pairs_of(
+    spec: SweepSpec,
+    baseline: Run,
+    problems: Sequence[Problem],
+    compiler: Compiler,
+    here: Environment,
+    elsewhere: str | None,
+    slower: float | None,
+) -> list[Pair | Finding]:
+    """For each of these problems, a pair that is already compiling, or why there is none.
+
+    here: the card. elsewhere: why it is not the baseline's, or None. slower: see `check`.
+    """
+    before = {s.problem: s.winner for s in sections_of(baseline)}
+    own = {entry.problem: entry.slower for entry in spec.problems}
+    limit = workspace_limit(spec, here.memory_bytes)
+    found: list[Pair | Finding] = []
+    for problem in problems:
+        row = before.get(problem)
+        try:
+            if problem not in own:
+                raise Ended(Verdict.INCONCLUSIVE, f"only the baseline has it; {RECORD}")
+            if elsewhere is not None:
+                raise Ended(Verdict.INCONCLUSIVE, f"{elsewhere}; {RECORD}")
+            if problem not in before:
+                raise Ended(Verdict.INCONCLUSIVE, f"the baseline lacks this problem; {RECORD}")
+            if row is None:
+                raise Ended(Verdict.INCONCLUSIVE, "no candidate is ok in the baseline")
+            old = _kept(baseline, row["trial"], compiler)
+            build = _today(row["trial"], spec.families, compiler, limit)
+            build.submit()
+            share = slower if slower is not None else own[problem] or spec.check.slower
+            found.append(Pair(problem, share, row, old, build))
+        except Ended as ended:
+            found.append(Finding(problem.label, ended.verdict, ended.why, _row(row)))
+    return found
+
+
 # -- the comparison -------------------------------------------------------------------------
 
 
@@ -278,31 +325,12 @@ class Gate:
     each in one process, then each in the next.
     """
 
-    def __init__(
-        self,
-        spec: SweepSpec,
-        baseline: Run | None,
-        gpu: Gpu,
-        here: Environment,
-        compiler: Compiler,
-        observer: Observer,
-        budget: Budget,
-    ) -> None:
-        """here: what `gpu` says of itself."""
-        self._spec, self._baseline = spec, baseline
-        self._gpu, self._here, self._compiler = gpu, here, compiler
+    def __init__(self, spec: SweepSpec, gpu: Gpu, observer: Observer, budget: Budget) -> None:
+        self._spec, self._gpu = spec, gpu
         self._observer, self._budget = observer, budget
 
-    def run(
-        self,
-        problems: Sequence[Problem],
-        *,
-        slower: float | None,
-        other_driver: bool,
-        tell: Tell | None = None,
-    ) -> list[Finding]:
-        """The finding for each of these problems, in order; the arguments of `check`."""
-        pairs = self.pairs(problems, self._elsewhere(other_driver), slower)
+    def run(self, pairs: Sequence[Pair | Finding], tell: Tell | None = None) -> list[Finding]:
+        """The finding for each of these pairs, in order. tell: see `check`."""
         found: dict[int, Finding] = {}
 
         def decide(number: int, finding: Finding) -> None:
@@ -343,48 +371,6 @@ class Gate:
             decide(work.number, replace(self._unfinished(work), took_s=work.took_s))
         return [found[number] for number in range(len(pairs))]
 
-    def _elsewhere(self, other_driver: bool) -> str | None:
-        """Why times of the baseline's code here would be of another card or driver, or None."""
-        assert self._baseline is not None
-        old, here = self._baseline.environment, self._here
-        elsewhere = other_card(old, here)
-        if elsewhere is None and not other_driver and old and old.driver != here.driver:
-            elsewhere = (
-                f"the baseline used driver {old.driver}, this machine has {here.driver}; add "
-                "--other-driver to time its code with this one"
-            )
-        return elsewhere
-
-    def pairs(
-        self, problems: Sequence[Problem], elsewhere: str | None, slower: float | None
-    ) -> list[Pair | Finding]:
-        """For each of these problems, a pair that is already compiling, or why there is none."""
-        spec, baseline = self._spec, self._baseline
-        assert baseline is not None
-        before = {s.problem: s.winner for s in sections_of(baseline)}
-        own = {entry.problem: entry.slower for entry in spec.problems}
-        limit = workspace_limit(spec, self._here.memory_bytes)
-        found: list[Pair | Finding] = []
-        for problem in problems:
-            row = before.get(problem)
-            try:
-                if problem not in own:
-                    raise Ended(Verdict.INCONCLUSIVE, f"only the baseline has it; {RECORD}")
-                if elsewhere is not None:
-                    raise Ended(Verdict.INCONCLUSIVE, f"{elsewhere}; {RECORD}")
-                if problem not in before:
-                    raise Ended(Verdict.INCONCLUSIVE, f"the baseline lacks this problem; {RECORD}")
-                if row is None:
-                    raise Ended(Verdict.INCONCLUSIVE, "no candidate is ok in the baseline")
-                old = _kept(baseline, row["trial"], self._compiler)
-                build = _today(row["trial"], spec.families, self._compiler, limit)
-                build.submit()
-                share = slower if slower is not None else own[problem] or spec.check.slower
-                found.append(Pair(problem, share, row, old, build))
-            except Ended as ended:
-                found.append(Finding(problem.label, ended.verdict, ended.why, _row(row)))
-        return found
-
     def _turn(self, work: _Work, turns: int) -> Finding | None:
         """One more turn of a problem, of `turns` to come; the finding, if that decides."""
         label, row = work.pair.problem.label, _row(work.pair.row)
@@ -394,7 +380,7 @@ class Gate:
                 candidate = self._compiled(work)
                 opened_s = self._open(work.pair.problem)
                 self._prove(candidate)
-                if work.pair.same(candidate):
+                if work.pair.same():
                     why = "same machine code and launches: right, not timed"
                     return Finding(label, Verdict.PASS, why, row, row, slower=work.own)
                 work.series = self._series(work, candidate)

@@ -242,12 +242,13 @@ class Tasks:
         environment = None if known is None else Environment.model_validate(known)
         baseline = Run(Path(message["baseline"]), rows, environment, None, [])
         budget = Budget(message["budget_s"], message["left_s"])
-        from attnsweep.regress.live import Gate  # brings pandas, which a sweep does without
+        from attnsweep.regress import live  # brings pandas, which a sweep does without
 
-        gate = Gate(self._spec, baseline, gpu, self._here, self.compiler, observer, budget)
-        problem = Problem.of(message["problem"])
-        options = {name: message[name] for name in ("slower", "other_driver")}
-        (finding,) = gate.run([problem], **options)
+        here, problem = self._here, Problem.of(message["problem"])
+        elsewhere = live.elsewhere_of(baseline, here, other_driver=message["other_driver"])
+        of_run = self._spec, baseline, [problem], self.compiler, here, elsewhere
+        pairs = live.pairs_of(*of_run, message["slower"])
+        (finding,) = live.Gate(self._spec, gpu, observer, budget).run(pairs)
         self._pipe.tell("done", finding=finding.to_json())
 
 
