@@ -88,6 +88,17 @@ def test_a_config_is_compiled_once_with_what_it_launches(tracers, place):
     assert tracer.key(LONG, values) == tracer.key(LONG, values) != tracer.key(SHORT, values)
 
 
+def test_a_kernel_that_a_call_launches_twice_has_its_registers_twice(place, tracers):
+    own = "    copied.fn[grid](q, out, problem.seqlen_q, D=problem.head_dim, BLOCK=BLOCK, **launch)\n"
+    text = LAUNCHERS.read_text()
+    assert own in text
+    (place / "again.py").write_text(text.replace(own, own + own))
+    made = tracers.of("again.py:plain").submit(SHORT, {"BLOCK": 64}).result()
+    assert [name for name, _, _ in made.stages] == ["copied_1", "copied_2"]
+    one, two = resources(made.stages, ARCH).stages.values()
+    assert one == two
+
+
 def test_what_a_file_depends_on_changes_the_address(place, tracers):
     (place / "mine.py").write_text(LAUNCHERS.read_text() + "# a comment\n")
     tracer, as_shipped = Tracer("mine.py:attention", ARCH, place / "cache"), tracers.of("tuned.py:attention")

@@ -134,6 +134,7 @@ class Recorder:
         self.cannot = False
         """Whether the call does what no trace can follow."""
         self.launches: list[Launched] = []
+        self._logs: dict[str, str] = {}
         self.met: list[Tuned] = []
         self._tuners: dict[str, Any] = {}
         self._taken: set[str] = set()
@@ -186,7 +187,7 @@ class Recorder:
                 args=tuple(map(_argument, own)),
                 hash=kernel.hash,
                 cubin=kernel.asm["cubin"],
-                log=said.getvalue(),
+                log=self._logs.setdefault(kernel.hash, said.getvalue()),
             )
         )
         return kernel
