@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,12 +17,20 @@ from rich.text import Text
 from attnsweep.cli import completion, options
 from attnsweep.cli.app import GUARD, command, load, print_result, reading, refuse_idle, warn
 from attnsweep.core.errors import SpecError, StoreError
+from attnsweep.core.hardware import arch_named
 from attnsweep.reports import terminal
 from attnsweep.reports.terminal import ProgressForm, console, counted, errors
 
 if TYPE_CHECKING:
     from attnsweep.core.observer import Observer
     from attnsweep.regress.verdicts import Finding
+
+
+class Mode(StrEnum):
+    """What `check` compares of old and new code."""
+
+    TIME = "time"
+    COMPILE = "compile"
 
 
 @command(GUARD)
@@ -37,6 +46,10 @@ def check(
     config: str = "",
     causal: options.Causal = False,
     dtype: str = "fp16",
+    mode: Annotated[Mode, typer.Option()] = Mode.TIME,
+    arch: Annotated[
+        str | None, options.arch("With --mode compile, --old, --new: one of {} (default: sm_90a).")
+    ] = None,
     slower: Annotated[float | None, typer.Option(parser=options.share)] = None,
     budget_s: Annotated[float | None, typer.Option(min=0.0)] = None,
     other_driver: bool = False,
@@ -55,8 +68,12 @@ def check(
     problems. --recorded OLD NEW compares two recorded runs and needs no GPU. --old with --new times
     two versions of a Python function, which `judge` calls so too, on each SHAPE.
 
-    Exit code 1 if a problem regressed or is wrong, 4 if one is inconclusive, 0 if all passed;
-    without a verdict 2 (asked wrongly), 3 (no GPU) or 70 (a fault of attnsweep), never 1.
+    --mode compile needs no GPU: it compares the registers, spills, shared memory and instructions
+    of both. More spills or stack, or fewer warps on an SM, are a regression, and other code is
+    `changed`.
+
+    Exit code 1 if a problem regressed or is wrong, 4 if one is inconclusive, 0 otherwise; without a
+    verdict 2 (asked wrongly), 3 (no GPU) or 70 (a fault of attnsweep), never 1.
 
     :subject SPEC: With --against: a spec. With --recorded: the run to compare with, and the one to
         judge. With --old and --new: shapes, as for `tune`.
@@ -66,10 +83,11 @@ def check(
     :--new CALL: FILE.py:FUNCTION that is to take its place.
     :--config: With --old and --new: keywords of both, or parameters of the autotuner that they
         launch: 'BLOCK_M=64 num_warps=4'.
+    :--mode: Time both, or compile both and run neither.
     :--dtype: With --old and --new: dtype of every shape that does not name one.
     :--slower SHARE: Slowdown that counts as a regression: 0.02 or 2% (default: the spec's; with
         --recorded 3%).
-    :--budget-s: With --against: seconds of the whole check, after which undecided problems are
+    :--budget-s: Unless --recorded: seconds of the whole check, after which undecided problems are
         inconclusive (default: the spec's, which is 120 unless it says otherwise).
     :--other-driver: Also compare runs that were measured with different drivers.
     :--junit FILE: Write JUnit XML for a CI job.
@@ -80,11 +98,13 @@ def check(
     $ attnsweep check my.yaml --against results/h200/my --slower 1%
     $ attnsweep check --recorded baselines/ci results/h200/ci
     $ attnsweep check --old a.py@main:attend --new a.py:attend 1,16,4096,128
+    $ attnsweep check --mode compile --old a.py@main:f --new a.py:f 1,8,512,64
     """
     from attnsweep.device.cards import chosen, installed
     from attnsweep.regress import live, verdicts
     from attnsweep.regress import recorded as recordings
     from attnsweep.regress.calls import check_calls, config_of
+    from attnsweep.regress.compiled import check_code, check_code_of_calls
     from attnsweep.reports import progress
     from attnsweep.specs.shapes import read_dtype, read_shapes
     from attnsweep.store.outputs import check_output, write_output
@@ -92,6 +112,12 @@ def check(
     from attnsweep.sweep import check_cards
 
     calls = old is not None and new is not None
+    compiles = mode is Mode.COMPILE
+    if compiles:
+        idle = ("slower", "other_driver", "gpus", "wait", *["arch"] * (not calls))
+        refuse_idle(context, idle, "with --mode compile, which times nothing")
+    else:
+        refuse_idle(context, ("arch",), "without --mode compile")
     if calls:
         idle = ("recorded", "against", "kernels", "gpus", "other_driver")
         refuse_idle(context, idle, "with --old and --new, which time two callables")
@@ -106,7 +132,7 @@ def check(
             "attnsweep check --old FILE.py@REV:F --new FILE.py:F SHAPE   two callables, on a GPU",
         )
     if recorded:
-        idle = ("budget_s", "kernels", "wait", "gpus", "form")
+        idle = ("budget_s", "kernels", "wait", "gpus", "form", "mode")
         measure = "to measure: attnsweep check SPEC --against RUN"
         refuse_idle(context, idle, "with --recorded: nothing is measured", measure)
     printed = markdown is not None and str(markdown) == "-"
@@ -118,11 +144,17 @@ def check(
     if junit is not None:
         verdicts.junit_library()
     with _verdict_or_error():
-        asked: dict[str, Any] = {"slower": slower, "budget_s": budget_s, "wait": wait}
+        asked: dict[str, Any] = {"budget_s": budget_s}
+        asked |= {} if compiles else {"slower": slower, "wait": wait}
         if old is not None and new is not None:
             with progress.watch(errors, form, 1) as observer:
                 asked |= {"observer": observer, "tell": _teller(observer, json_ or printed)}
-                compared = check_calls(old, new, shapes, config_of(config), **asked)
+                own = old, new, shapes, config_of(config)
+                if compiles:
+                    target = arch_named(arch or "sm_90a")
+                    compared = check_code_of_calls(*own, target, **asked)
+                else:
+                    compared = check_calls(*own, **asked)
         elif against is None:
             places, share = [*map(Path, subject)], 0.03 if slower is None else slower
             with reading(*places):
@@ -133,8 +165,10 @@ def check(
             cards = None if gpus is None else chosen(gpus, installed())
             with progress.watch(errors, form, len(cards) if cards else 1) as observer:
                 asked |= {"observer": observer, "tell": _teller(observer, json_ or printed)}
-                asked |= {"other_driver": other_driver}
-                if cards is None:
+                asked |= {} if compiles else {"other_driver": other_driver}
+                if compiles:
+                    compared = check_code(loaded, baseline, **asked)
+                elif cards is None:
                     compared = live.check(loaded, baseline, **asked)
                 else:
                     compared = check_cards.check(loaded, baseline, cards, **asked)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -28,9 +28,10 @@ _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SMEM = re.compile(r"(\d+) bytes smem")
 # Attributes in a cubin's .nv.info.<function>: place and size of a parameter, in two encodings, and
-# the end of the last parameter. NVIDIA documents none of them. nvdisasm calls them
-# EIATTR_KPARAM_INFO, EIATTR_KPARAM_INFO_V2 and EIATTR_CBANK_PARAM_SIZE.
-_PARAMETER, _PARAMETER_V2, _ALL_PARAMETERS = 0x17, 0x45, 0x19
+# the end of the last parameter; and in its .nv.info: a function's stack. NVIDIA documents none of
+# them. nvdisasm calls them EIATTR_KPARAM_INFO, EIATTR_KPARAM_INFO_V2, EIATTR_CBANK_PARAM_SIZE and
+# EIATTR_FRAME_SIZE.
+_PARAMETER, _PARAMETER_V2, _ALL_PARAMETERS, _STACK = 0x17, 0x45, 0x19, 0x11
 _WITH_PAYLOAD = 4
 # ptxas messages about code that runs, but not as written: wgmma serialised, setmaxnreg ignored.
 _WARNING = re.compile(r"(?:warning|info)\s*:\s*\((C75\d\d)\) (.+)")
@@ -87,19 +88,40 @@ def _parameters(cubin: Path, digest: str, function: str) -> tuple[int, ...] | No
     if not info:
         return None
     places: dict[int, tuple[int, int]] = {}
-    at = end = 0
-    while at < len(info):
-        form, kind, value = struct.unpack_from("<BBH", info, at)
-        at += 4
+    end = 0
+    for kind, value, payload in _attributes(info):
         if kind == _ALL_PARAMETERS:
             end = value
         elif kind in (_PARAMETER, _PARAMETER_V2):
-            number, offset, size = struct.unpack_from("<4xHHI", info, at)
+            number, offset, size = struct.unpack_from("<4xHHI", payload)
             places[number] = offset, size >> 18 if kind == _PARAMETER else size & 0xFFFF
-        at += value if form == _WITH_PAYLOAD else 0
     if end != max((sum(place) for place in places.values()), default=0):
         return None  # an unknown encoding
     return tuple(size for _, (_, size) in sorted(places.items()))
+
+
+def stack_bytes(cubin: Path) -> dict[str, int]:
+    """Function name to the bytes of a thread's stack: spilled registers, and arrays not in them."""
+    found: dict[str, int] = {}
+    with cubin.open("rb") as file:
+        elf = ELFFile(file)
+        info, symbols = (elf.get_section_by_name(name) for name in (".nv.info", ".symtab"))
+        for kind, _, payload in _attributes(info.data() if info and symbols else b""):
+            if kind == _STACK:
+                number, size = struct.unpack_from("<II", payload)
+                found[symbols.get_symbol(number).name] = size
+    return found
+
+
+def _attributes(info: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """The kind, value and payload of each attribute of a section .nv.info."""
+    at = 0
+    while at < len(info):
+        form, kind, value = struct.unpack_from("<BBH", info, at)
+        at += 4
+        size = value if form == _WITH_PAYLOAD else 0
+        yield kind, value, info[at : at + size]
+        at += size
 
 
 def compiler_warnings(log: str) -> list[str]:

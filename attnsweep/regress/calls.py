@@ -56,13 +56,15 @@ def at_revision(old: str) -> Iterator[str]:
 def _unpacked(file: Path, revision: str, tree: Path) -> Path:
     """Unpack a revision of a file's repository; returns where the file is in it."""
     top = Path(_git(file, "rev-parse", "--show-toplevel").decode().strip())
-    commit = _git(file, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", said=revision)
+    verify = ("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
+    commit = _git(file, *verify, said=revision)
     inside = file.resolve().relative_to(top.resolve())
     text = _git(file, "archive", "--format=tar", commit.decode().strip(), at=top)
     with tarfile.open(fileobj=io.BytesIO(text)) as archive:
         archive.extractall(tree, filter="data")
     if not (tree / inside).is_file():
-        raise SpecError(f"{revision} has no {inside}", where=f"--old {file}@{revision}")
+        what = f"{revision} has no {inside}: what is new has nothing to be compared with"
+        raise SpecError(what, where=f"--old {file}@{revision}")
     return inside
 
 
@@ -77,26 +79,43 @@ def _git(file: Path, *command: str, said: str = "", at: Path | None = None) -> b
     if done.returncode:
         why = done.stderr.decode(errors="replace").strip().splitlines()
         what = f"no revision {said!r}" if said else (why or ["git failed"])[0]
-        raise SpecError(what, where=f"--old {file}", hint="`git log` lists what there is")
+        hint = "`git log` lists what there is"
+        if said and _git(file, "rev-parse", "--is-shallow-repository").strip() == b"true":
+            hint = (
+                "this clone is shallow: `git fetch --unshallow`; actions/checkout: fetch-depth: 0"
+            )
+        raise SpecError(what, where=f"--old {file}", hint=hint)
     return done.stdout
+
+
+@contextmanager
+def both_calls(
+    old: str, new: str, problems: Sequence[Problem]
+) -> Iterator[tuple[SweepSpec, Family]]:
+    """A spec of the new callable, and the old one, whose files lie there until the end.
+
+    Raises SpecError.
+    """
+    spec = _spec_of(new, problems)
+    with at_revision(old) as call:
+        yield spec, CalledFamily("old", old, (), call=call)
 
 
 def pairs_of_calls(
     spec: SweepSpec,
     old: Family,
-    config: Config,
-    problems: Sequence[Problem],
+    config: Mapping[str, Value],
     compiler: Compiler,
-    slower: float | None,
+    slower: float | None = None,
 ) -> list[Pair | Finding]:
-    """A pair for each problem, whose both sides compile with one config. slower: see check."""
+    """A pair for each problem, already compiling with one config. slower: see check_calls."""
     found: list[Pair | Finding] = []
-    for problem in problems:
-        sides = [old, spec.families[_NEW]]
-        before, build = (build_of(side, config, problem, compiler) for side in sides)
+    for problem in (entry.problem for entry in spec.problems):
+        own = Config(config), problem, compiler
+        build, before = (build_of(side, *own) for side in (spec.families[_NEW], old))
         for each in (build, before):
             each.submit()
-        row = {"kernel": _NEW, "config": config, "registers": None, "smem_bytes": None}
+        row = {"kernel": _NEW, "config": own[0].label, "registers": None, "smem_bytes": None}
         share = spec.check.slower if slower is None else slower
         found.append(Pair(problem, share, row, before, build))
     return found
@@ -120,13 +139,11 @@ def check_calls(
     old: `FILE.py:FUNCTION`, or `FILE.py@REV:FUNCTION` of a revision of its repository. config: for
     both, keywords or parameters of an autotuner. Others, and errors: see live.check.
     """
-    observer, (spec, with_old) = observer or Observer(), (_spec_of(new, problems), at_revision(old))
-    budget = Budget(spec.check.budget_s if budget_s is None else budget_s)
-    with (
-        with_old as call,
-        ExitStack() as at_end,  # until the worker has stopped
-        Worker(spec.measure.timeout_s, cache_dir=cache_dir) as gpu,
-    ):
+    observer = observer or Observer()
+    with ExitStack() as at_end:  # until the worker has stopped
+        spec, before = at_end.enter_context(both_calls(old, new, problems))
+        budget = Budget(spec.check.budget_s if budget_s is None else budget_s)
+        gpu = at_end.enter_context(Worker(spec.measure.timeout_s, cache_dir=cache_dir))
         try:
             here = gpu.describe()
         except NoGpuError as error:
@@ -135,8 +152,7 @@ def check_calls(
             at_end.enter_context(held(here.uuid, here.gpu, wait=wait, say=observer.note))
         compiler = compiler_for(spec, arch_of(spec, here), cache_dir)
         at_end.callback(compiler.close)
-        before = CalledFamily("old", old, (), call=call)
-        pairs = pairs_of_calls(spec, before, Config(config), problems, compiler, slower)
+        pairs = pairs_of_calls(spec, before, config, compiler, slower)
         findings = Gate(spec, gpu, observer, budget).run(pairs, tell)
     return Comparison(
         Path(old),

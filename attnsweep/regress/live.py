@@ -285,14 +285,14 @@ def pairs_of(
             share = slower if slower is not None else own[problem] or spec.check.slower
             found.append(Pair(problem, share, row, old, build))
         except Ended as ended:
-            found.append(Finding(problem.label, ended.verdict, ended.why, _row(row)))
+            found.append(Finding(problem.label, ended.verdict, ended.why, shown_row(row)))
     return found
 
 
 # -- the comparison -------------------------------------------------------------------------
 
 
-class _Late(Ended):
+class Late(Ended):
     """A comparison that the time budget cut off."""
 
 
@@ -373,7 +373,7 @@ class Gate:
 
     def _turn(self, work: _Work, turns: int) -> Finding | None:
         """One more turn of a problem, of `turns` to come; the finding, if that decides."""
-        label, row = work.pair.problem.label, _row(work.pair.row)
+        label, row = work.pair.problem.label, shown_row(work.pair.row)
         try:
             if work.series is None:
                 self._observer.opening(work.pair.problem, 1, 0)
@@ -398,7 +398,7 @@ class Gate:
             work.series.confirm(self._gpu)
             return _finding(work, work.series.outcome())
         except Ended as ended:
-            late = isinstance(ended, _Late)
+            late = isinstance(ended, Late)
             return Finding(label, ended.verdict, ended.why, row, slower=work.own, budget_ended=late)
 
     def _unfinished(self, work: _Work) -> Finding:
@@ -408,13 +408,13 @@ class Gate:
             finding = _finding(work, work.series.outcome(f"{up}, or use a quieter machine"))
             return replace(finding, budget_ended=True)
         why = f"{'not begun' if work.series is None else 'right, but not timed'} {up}"
-        row = _row(work.pair.row)
+        row = shown_row(work.pair.row)
         return Finding(label, Verdict.INCONCLUSIVE, why, row, slower=work.own, budget_ended=True)
 
     def _compiled(self, work: _Work) -> Candidate:
         """Today's candidate, once it is compiled. Raises Ended if it cannot be."""
         if wait_for(work.pair.build.futures.values(), self._budget.left_s).not_done:
-            raise _Late(Verdict.INCONCLUSIVE, f"still compiling when {self._budget} ended")
+            raise Late(Verdict.INCONCLUSIVE, f"still compiling when {self._budget} ended")
         work.trial, candidate = compiled_candidate(work.pair.build, self._spec)
         self._observer.compiled(1, 1)
         if candidate is None:
@@ -454,7 +454,7 @@ def _finding(work: _Work, found: AbTestResult) -> Finding:
     interval = turns.interval
     rounds = interval.rounds if interval else None
     used = None if work.trial is None else work.trial.resources
-    old = (_row(pair.row) or {}) | {"time_us": turns.old_us, "rounds": rounds}
+    old = (shown_row(pair.row) or {}) | {"time_us": turns.old_us, "rounds": rounds}
     new = old | {"time_us": turns.new_us}
     if used is not None:
         new |= {"registers": used.registers, "smem_bytes": used.smem_bytes}
@@ -465,7 +465,7 @@ def _finding(work: _Work, found: AbTestResult) -> Finding:
     return replace(finding, ratio=median, low=low, high=high, rounds=rounds)
 
 
-def _row(row: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def shown_row(row: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The columns of the baseline's row for the report, without its recorded time."""
     if row is None:
         return None

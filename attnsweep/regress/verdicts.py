@@ -1,7 +1,8 @@
 """Verdicts on a change, problem by problem, as terminal lines, Markdown, JSON and JUnit XML.
 
-They come from code timed in turns (live.py) or from two recorded runs (recorded.py). Needs no GPU.
-Times are microseconds of one call. GitHub Actions gets annotations and a summary of the job:
+They come from code timed in turns (live.py), from two recorded runs (recorded.py), or from compiled
+code alone (compiled.py). Needs no GPU. Times are microseconds of one call. GitHub Actions gets
+annotations and a summary of the job:
 https://docs.github.com/en/actions/reference/workflows-and-actions/workflow-commands
 """
 
@@ -30,10 +31,39 @@ class Verdict(StrEnum):
     REGRESSION = "regression"
     WRONG = "wrong"  # does not compile or run, breaks the spec's rules, or gives wrong results
     IMPROVEMENT = "improvement"
+    CHANGED = "changed"  # other machine code, of which compiling says neither
     INCONCLUSIVE = "inconclusive"
 
 
 EXIT = {Verdict.REGRESSION: 1, Verdict.WRONG: 1, Verdict.INCONCLUSIVE: 4}
+
+
+@dataclass(frozen=True, slots=True)
+class StageCode:
+    """A kernel's resources and instructions, old and new; None of a side that does not have it."""
+
+    name: str
+    old: Mapping[str, Any] | None
+    new: Mapping[str, Any] | None
+
+    def cells(self) -> list[str]:
+        """`168 → 170` for each of _FACTS; a figure that both have stands once."""
+        cells = []
+        for fact in _FACTS:
+            both = [(side or {}).get(fact) for side in (self.old, self.new)]
+            texts = ["–" if value is None else f"{value:.0f}" for value in both]
+            cells.append(" → ".join(dict.fromkeys(texts)))
+        return cells
+
+
+_FACTS = {
+    "registers": "registers",
+    "spill_bytes": "spill B",
+    "smem_bytes": "smem B",
+    "blocks_per_sm": "blocks/SM",
+    "instructions": "SASS",
+}
+"""Facts of a kernel that the table of compiled code shows, and the heads of their columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +72,8 @@ class Finding:
 
     rounds: number of rounds in which both were timed in turns. drift: range of the drift between
     two recorded sessions. slower: this problem's own threshold. budget_ended: whether the check's
-    time ended before this was decided. took_s: what deciding it took.
+    time ended before this was decided. took_s: what deciding it took. stages: the kernels, if only
+    their code was compared.
     """
 
     label: str
@@ -58,6 +89,7 @@ class Finding:
     slower: float | None = None
     budget_ended: bool = False
     took_s: float | None = None
+    stages: tuple[StageCode, ...] = ()
 
     @property
     def line(self) -> str:
@@ -80,6 +112,7 @@ class Finding:
             "slower": self.slower,
             "budget_ended": self.budget_ended,
             "took_s": None if self.took_s is None else round(self.took_s, 3),
+            "stages": [{"name": s.name, "old": s.old, "new": s.new} for s in self.stages],
         }
 
     @classmethod
@@ -90,6 +123,7 @@ class Finding:
         low, high = told.pop("interval") or (None, None)
         drift = told.pop("drift")
         told["drift"] = None if drift is None else (drift[0], drift[1])
+        told["stages"] = tuple(StageCode(**stage) for stage in told["stages"])
         return cls(label, Verdict(verdict), why, low=low, high=high, **told)
 
 
@@ -97,14 +131,14 @@ class Finding:
 class Comparison:
     """All problems, and the differences between the two sides.
 
-    old, new: run directories; with live timing, new is the spec. slower: the threshold, a share.
-    damage: parts of the runs that could not be read, and that may matter. budget_s, took_s: of the
-    whole check, if it measured.
+    old, new: run directories; with live timing, new is the spec. slower: the threshold, a share;
+    None if only compiled code was compared. damage: parts of the runs that could not be read, and
+    that may matter. budget_s, took_s: of the whole check, if it measured.
     """
 
     old: Path
     new: Path
-    slower: float
+    slower: float | None
     findings: tuple[Finding, ...]
     differences: tuple[str, ...]
     interval: str = "interval"
@@ -140,22 +174,29 @@ class Comparison:
             "does_not_prove": self.does_not_prove,
         }
 
-    def _rows(self) -> list[list[str]]:
+    @property
+    def _header(self) -> list[str]:
+        if self.slower is None:
+            return ["problem", "kernel", *_FACTS.values(), "verdict"]
         paired = any(f.rounds is not None for f in self.findings)
         last = "rounds" if paired else "drift"
-        rows = [["problem", "old µs", "new µs", "new/old", self.interval, last, "verdict"]]
-        for f in self.findings:
-            times = [
-                "–" if row is None or row["time_us"] is None else figure(row["time_us"], 4)
-                for row in (f.old, f.new)
-            ]
-            ratio = "–" if f.ratio is None else f"{f.ratio:.3f}"
-            interval = "–" if f.low is None or f.high is None else f"{f.low:.3f}–{f.high:.3f}"
-            of = "–" if f.drift is None else f"{f.drift[0]:.3f}–{f.drift[1]:.3f}"
-            if paired:
-                of = "–" if f.rounds is None else str(f.rounds)
-            rows.append([f.label, *times, ratio, interval, of, f.verdict.value])
-        return rows
+        return ["problem", "old µs", "new µs", "new/old", self.interval, last, "verdict"]
+
+    def _rows(self, f: Finding) -> list[list[str]]:
+        """The cells of a finding: one row, or of compiled code a row for each kernel."""
+        if self.slower is None:
+            stages = [[s.name, *s.cells()] for s in f.stages] or [["–"] * (1 + len(_FACTS))]
+            return [[f.label, *cells, f.verdict.value] for cells in stages]
+        times = [
+            "–" if row is None or row["time_us"] is None else figure(row["time_us"], 4)
+            for row in (f.old, f.new)
+        ]
+        ratio = "–" if f.ratio is None else f"{f.ratio:.3f}"
+        interval = "–" if f.low is None or f.high is None else f"{f.low:.3f}–{f.high:.3f}"
+        of = "–" if f.drift is None else f"{f.drift[0]:.3f}–{f.drift[1]:.3f}"
+        if "rounds" in self._header:
+            of = "–" if f.rounds is None else str(f.rounds)
+        return [[f.label, *times, ratio, interval, of, f.verdict.value]]
 
     def _reasons(self, *, quiet: bool = False) -> list[str]:
         """A line for each reason, with the problems that have it. quiet: of what did not pass."""
@@ -173,8 +214,8 @@ class Comparison:
         notes = self._reasons()
         counts = Counter(finding.verdict for finding in self.findings)
         said = [f"{counts[verdict]}{GLUE}{verdict}" for verdict in Verdict if counts[verdict]]
-        notes.append(f"{', '.join(said) or 'no problem to compare'}; slower means more than "
-                     f"{100 * self.slower:g}{GLUE}%")  # fmt: skip
+        slower = f"; slower means more than {100 * (self.slower or 0):g}{GLUE}%"
+        notes.append((", ".join(said) or "no problem to compare") + slower * bool(self.slower))
         notes += [
             f"{f.label}: slower means more than {100 * f.slower:g}{GLUE}%"
             for f in self.findings
@@ -201,13 +242,15 @@ class Comparison:
             Verdict.WRONG: "bold red",
             Verdict.IMPROVEMENT: "bold green",
             Verdict.INCONCLUSIVE: "yellow",
-            Verdict.PASS: "",
         }
-        header, *body = aligned(self._rows(), "lrrrrrl", width, shrink=(0,))
+        rows = [(finding, cells) for finding in self.findings for cells in self._rows(finding)]
+        sides = "lrrrrrl" if self.slower is not None else "llrrrrrl"
+        table = [self._header, *(cells for _, cells in rows)]
+        header, *body = aligned(table, sides, width, shrink=(0,))
         runs = [] if quiet else wrap(f"{self.old} → {self.new}", width)
         out = [*((line, "dim") for line in runs), (header, "bold")]
-        for finding, line in zip(self.findings, body, strict=True):
-            out.append((line, styles[finding.verdict]))
+        for (finding, _), line in zip(rows, body, strict=True):
+            out.append((line, styles.get(finding.verdict, "")))
         notes = [*self._reasons(quiet=True), *self._of_damage()] if quiet else self._notes()
         out += [(line, "") for note in notes for line in wrap(note, width)]
         said = () if quiet else (self.proves, self.does_not_prove)
@@ -215,8 +258,9 @@ class Comparison:
 
     def to_markdown(self) -> str:
         """Markdown for a page or a job's summary."""
-        header, *body = self._rows()
-        rows = [header, ["---", *["---:"] * 5, "---"], *body]
+        left, header = (1 if self.slower is not None else 2), self._header
+        sides = ["---"] * left + ["---:"] * 5 + ["---"]
+        rows = [header, sides, *(cells for f in self.findings for cells in self._rows(f))]
         table = [f"| {' | '.join(map(markdown, r))} |" for r in rows]
         notes = [f"- {markdown(note)}" for note in self._notes()]
         title = f"# {markdown(f'{self.old} → {self.new}')}"
@@ -238,16 +282,20 @@ class Comparison:
         of = f"attnsweep.check.{self.new.resolve().stem}"
         suite.add_property("old", str(self.old))
         suite.add_property("new", str(self.new))
-        suite.add_property("slower", f"{self.slower:g}")
-        header, *body = self._rows()
-        for finding, cells in zip(self.findings, body, strict=True):
+        if self.slower is not None:
+            suite.add_property("slower", f"{self.slower:g}")
+        for finding in self.findings:
             case = junitparser.TestCase(finding.label, classname=of)
             case.time = round(finding.took_s or 0.0, 3)
             if finding.verdict in (Verdict.REGRESSION, Verdict.WRONG):
                 case.result = [junitparser.Failure(_xml(finding.why), finding.verdict.value)]
             elif finding.verdict is Verdict.INCONCLUSIVE:
                 case.result = [junitparser.Error(_xml(finding.why), finding.verdict.value)]
-            facts = [f"{name}: {cell}" for name, cell in zip(header, cells, strict=True)]
+            facts = [
+                f"{name}: {cell}"
+                for cells in self._rows(finding)
+                for name, cell in zip(self._header, cells, strict=True)
+            ]
             case.system_out = _xml("\n".join([*facts, finding.why]))
             suite.add_testcase(case)
         if self.damage:

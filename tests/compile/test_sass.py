@@ -8,6 +8,7 @@ import pytest
 from attnsweep.api import winners
 from attnsweep.compile import sass
 from attnsweep.compile.candidate import Build
+from attnsweep.compile.cubin import stack_bytes
 from attnsweep.core.errors import KernelError, SpaceError, ToolchainError
 from attnsweep.core.files import read_code
 from attnsweep.core.hardware import ARCHS
@@ -61,6 +62,7 @@ def test_an_array_indexed_at_run_time_is_in_local_memory(compiler, tmp_path):
     found = counted(compiler, tmp_path, BRANCHES.replace("  if", f"{indexed}  if"))
     assert found["stl"] > 0
     assert found["ldl"] > 0
+    assert stack_bytes(compiler.compile(tmp_path / "f.cu", {}).path) == {"f": 256}
 
 
 @pytest.mark.parametrize(
