@@ -425,16 +425,16 @@ def commands(compared: Comparison) -> list[str]:
             if finding.verdict is verdict:
                 ratio = "" if finding.ratio is None else f", {finding.ratio:.3f} times the old time"
                 text = f"{verdict.value}{ratio}: {finding.why}"
-                out.append(_command(kind, f"attnsweep: {finding.label}", text))
+                out.append(annotation(kind, f"attnsweep: {finding.label}", text))
     if compared.damage:
         text = "\n".join(compared.damage)
-        out.append(_command("warning", "attnsweep: a run is damaged", text))
+        out.append(annotation("warning", "attnsweep: a run is damaged", text))
     elif not compared.findings:
-        out.append(_command("warning", "attnsweep", "no problem to compare"))
+        out.append(annotation("warning", "attnsweep", "no problem to compare"))
     return out
 
 
-def _command(kind: str, title: str, text: str) -> str:
+def annotation(kind: str, title: str, text: str) -> str:
     """A workflow command on one line, whatever the text holds."""
     safe_title = _escaped(title).replace(":", "%3A").replace(",", "%2C")
     return f"::{kind} title={safe_title}::{_escaped(text)}"
