@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +15,9 @@ from attnsweep.core.problem import FULL, Problem
 from attnsweep.core.trial import Status, Trial
 from attnsweep.family.family import Config, Family
 from attnsweep.serve.export_code import Families, why_unpacked
+from attnsweep.serve.portfolio import Portfolio, portfolios
 from attnsweep.serve.runtime.cost_model import FEW_QUERIES, tiling_of
-from attnsweep.serve.runtime.families import DECLARED, family_of, kind_of_code
+from attnsweep.serve.runtime.families import DECLARED, family_of, has_rival, kind_of_code
 from attnsweep.serve.runtime.table import GpuKey
 from attnsweep.store.run import Run
 
@@ -72,6 +72,15 @@ class Chosen:
         """The recorded problem, which stands for calls of any scale."""
         return self.trial.problem.at_any_scale
 
+    @property
+    def candidates(self) -> dict[str, Chosen]:
+        """What may serve the problem, by family and config: the rivals, and this one."""
+        return {f"{c.trial.kernel} {c.config.label}": c for c in (*self.rivals, self)}
+
+    def by(self, key: str | None) -> Chosen:
+        """A candidate in this one's place; of None, this one."""
+        return replace(self.candidates[key], times_us=self.times_us) if key else self
+
 
 def is_sdpa(trial: Trial) -> bool:
     """Whether a row is of PyTorch's own attention."""
@@ -123,38 +132,34 @@ def cut_of(config: Config, problem: Problem) -> Hashable:
 def shared(winners: Sequence[Chosen]) -> list[Chosen]:
     """The winners, or rivals in their place, so that fewer kernels serve all shapes of a kind.
 
-    A rival cuts calls as the winner does, so that other shapes lose nothing. Greedily: the kernel
-    that may serve the most shapes, of all GPUs, and so on; then each shape gets its fastest.
+    A rival cuts calls as the winner does, so that other shapes lose nothing.
     """
-    kinds: dict[Hashable, list[int]] = defaultdict(list)
+    kinds: dict[tuple[Hashable, Hashable], list[int]] = defaultdict(list)
     for at, chosen in enumerate(winners):
         cut = cut_of(chosen.config, chosen.problem)
         kinds[asked_of(chosen.problem), cut].append(at)
     out = list(winners)
-    for places in kinds.values():
-        may: dict[str, dict[int, Chosen]] = defaultdict(dict)
-        for at in places:
-            cut = cut_of(winners[at].config, winners[at].problem)
-            for each in (*winners[at].rivals, winners[at]):
-                if cut_of(each.config, each.problem) == cut:
-                    may[each.config.label][at] = each
-        kept, left = list[str](), set(places)
-        while left:
-            kept.append(min(may, key=functools.partial(_worth, may, left)))
-            left -= may[kept[-1]].keys()
-        for at in places:
-            those = [(may[label][at].slower, label) for label in kept if at in may[label]]
-            fastest = may[min(those)[1]][at]
-            out[at] = replace(fastest, times_us=winners[at].times_us)
+    for (_, cut), places in kinds.items():
+        may = [_times_as_long(winners[at], [cut]) for at in places]
+        fewest = next(found for found in portfolios(may) if None not in found.own)
+        for at, key in zip(places, fewest.own, strict=True):
+            out[at] = winners[at].by(key)
     return out
 
 
-def _worth(
-    may: Mapping[str, Mapping[int, Chosen]], left: Collection[int], label: str
-) -> tuple[int, float, str]:
-    """The order in which kernels are kept: by the shapes left that each may serve."""
-    lost = [each.slower for at, each in may[label].items() if at in left]
-    return -len(lost), sum(lost), label
+def portfolios_of(winners: Sequence[Chosen]) -> list[Portfolio]:
+    """The best configs for all shapes, one, two and so on, next to PyTorch's own attention."""
+    gains = [max(1, each.gain) if has_rival(each.problem) else None for each in winners]
+    return portfolios([_times_as_long(each) for each in winners], gains)
+
+
+def _times_as_long(winner: Chosen, cuts: Collection[Hashable] = ()) -> dict[str, float]:
+    """Of the winner of a shape and its rivals. cuts: of those alone that cut calls so."""
+    return {
+        key: 1 + each.slower
+        for key, each in winner.candidates.items()
+        if not cuts or cut_of(each.config, each.problem) in cuts
+    }
 
 
 def served(
