@@ -391,12 +391,14 @@ def export(
     format: str | None = None,
     axis: str = "seqlen_k",
     kernel: str | None = None,
+    at_most: int | None = None,
     force: bool = False,
 ) -> Exported:
     """Write the winners of recorded runs as a package that PyTorch calls; needs NVRTC, no GPU.
 
     runs: their directories, of one or several GPUs. out: a directory, made or replaced. name: the
-    package's (default: that of `out`). guard: when a shape that was not tuned is served.
+    package's (default: that of `out`). guard: when a shape that was not tuned is served. at_most:
+    so many configs, with which the problems lose the least; `Exported.portfolio` says how much.
 
     Of a run of calls, write configs. format: `python` (default where `out` is NAME.py), `triton`
     (NAME.json) or `vllm` (a directory, with tables by `axis`). kernel: one of the spec's, as if the
@@ -408,9 +410,11 @@ def export(
 
     paths, path = _paths(runs), Path(out)
     if (form := format_of(path, format)) != PACKAGE:
-        return export_configs(paths, path, form, axis=axis, kernel=kernel, force=force)
+        return export_configs(
+            paths, path, form, axis=axis, kernel=kernel, at_most=at_most, force=force
+        )
     known = families() if kernels is None else kernels
-    return write(paths, path, known, name=name, guard=guard)
+    return write(paths, path, known, name=name, guard=guard, at_most=at_most)
 
 
 def exported_table(

@@ -256,6 +256,7 @@ def export_(
     format_: str | None = None,
     axis: str = "seqlen_k",
     kernel: str | None = None,
+    at_most: Annotated[int | None, typer.Option(min=1)] = None,
     force: bool = False,
     json_: options.Json = False,
     form: options.Progress = ProgressForm.AUTO,
@@ -278,26 +279,33 @@ def export_(
         it is NAME.json, else package).
     :--axis: With --format vllm: what of a problem is the key of a table.
     :--kernel: For a run of calls: export this kernel of the spec alone.
+    :--at-most: Export so many configs, with which the problems lose the least time. Prints how many
+        times as long each takes as with its winner, and what other numbers would cost.
     :--force: For a run of calls: replace existing files.
 
     $ attnsweep export results/h100-80gb-hbm3/my_model --out my_attention
     $ attnsweep export results/*/my_model --out dist/kernels --name my_attention
     $ attnsweep export results/h100-80gb-hbm3/calls --out attend_configs.py
+    $ attnsweep export results/h100-80gb-hbm3/calls --out attend.json --at-most 4
     """
     from attnsweep.family.discover import discover
     from attnsweep.reports import progress
     from attnsweep.serve.export import export
     from attnsweep.serve.export_configs import PACKAGE, export_configs, format_of
+    from attnsweep.serve.portfolio import lines_of
 
     if (written := format_of(out, format_)) == PACKAGE:
         refuse_idle(context, ("axis", "kernel", "force"), "for a package")
         with progress.watch(errors, form) as observer:
             compiled = partial(observer.counting, "compile", "kernel")
-            done = export(runs, out, discover(kernels), name=name, compiled=compiled)
+            known = discover(kernels)
+            done = export(runs, out, known, name=name, at_most=at_most, compiled=compiled)
     else:
         idle = ("name", "kernels", "form", *["axis"] * (written != "vllm"))
         refuse_idle(context, idle, f"with --format {written}")
-        done = export_configs(runs, out, written, axis=axis, kernel=kernel, force=force)
+        done = export_configs(
+            runs, out, written, axis=axis, kernel=kernel, at_most=at_most, force=force
+        )
     for note in done.notes:
         errors.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
     if not json_:
@@ -312,6 +320,7 @@ def export_(
         "gpus": list(done.gpus),
         "left_out": done.left_out,
         "files": list(done.files),
+        "portfolio": done.portfolio,
     }
     found = f"{counted(done.winners, 'problem')}, {counted(done.kernels, 'kernel')}"
     lines = [
@@ -323,4 +332,6 @@ def export_(
     if done.files:
         configs = f"{counted(done.kernels, 'config')} for {counted(done.winners, 'problem')}"
         lines = [f"{configs}, of {done.name} on {done.gpus[0]}", *done.files]
+    if done.portfolio:
+        lines += lines_of(done.portfolio)
     print_result(lines, data, json_)

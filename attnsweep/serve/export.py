@@ -11,11 +11,12 @@ import hashlib
 import itertools
 import json
 import keyword
+import math
 import re
 import secrets
 import shlex
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -23,6 +24,7 @@ from typing import Any
 
 from attnsweep import __version__
 from attnsweep.choose.baseline_ratio import common_rounds
+from attnsweep.choose.pace import label_of_row
 from attnsweep.choose.ranking import rank
 from attnsweep.choose.stats import ratio_interval
 from attnsweep.compile.nvrtc import Compiler
@@ -56,10 +58,12 @@ from attnsweep.serve.package_kernels import (
     is_sdpa,
     kind_of,
     lost_sdpa,
+    portfolios_of,
     served,
     shared,
     spare_kernels,
 )
+from attnsweep.serve.portfolio import facts_of, of_size, times_as_long
 from attnsweep.serve.runtime.families import (
     DECLARED,
     WITHOUT_RIVAL,
@@ -97,6 +101,7 @@ class Exported:
     """What was written. left_out: a problem and why it is not in it.
 
     Of a run of calls: the function's name, the number of configs as `kernels`, and the files.
+    portfolio: of `at_most`, what was kept, what each shape loses, and what other numbers would.
     """
 
     directory: Path
@@ -108,6 +113,7 @@ class Exported:
     left_out: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     files: tuple[str, ...] = ()
+    portfolio: Mapping[str, Any] | None = None
 
 
 def package_name(out: Path, asked: str | None) -> str:
@@ -131,6 +137,7 @@ def export(
     name: str | None = None,
     guard: Guard | None = None,
     slower: float = 0.0,
+    at_most: int | None = None,
     compilers: Mapping[str, Compiler] | None = None,
     compiled: Callable[[int, int], None] | None = None,
     known: Mapping[Identity, Mapping[str, bytes]] | None = None,
@@ -139,14 +146,14 @@ def export(
 
     out: is made, or replaced if it is an earlier export. guard: default: Guard(). slower: share by
     which a kernel may take longer than a shape's winner and stand in its place, so that fewer
-    kernels serve all shapes. compilers: by name of the architecture (default: made here). compiled:
-    is told how many kernels have compiled, of how many, from 0 on. known: cubins by stage of
-    machine code that is there already. Raises StoreError, SpecError, ToolchainError or
-    CompileError.
+    kernels serve all shapes. at_most: so many configs, with which the shapes lose the least.
+    compilers: by name of the architecture (default: made here). compiled: is told how many kernels
+    have compiled, of how many, from 0 on. known: cubins by stage of machine code that is there
+    already. Raises StoreError, SpecError, ToolchainError or CompileError.
     """
     called = package_name(out, name)
     _check_target(out)
-    selected = _selected(directories, families, slower)
+    selected = _selected(directories, families, slower, at_most)
     notes: list[str] = []
     in_all, done = len(selected.codes), itertools.count()
 
@@ -176,6 +183,7 @@ def export(
         tuple(key.label for key in sorted(_by_gpu(selected.winners + selected.in_fp8))),
         selected.left_out,
         notes,
+        portfolio=selected.portfolio,
     )
 
 
@@ -185,6 +193,7 @@ def outline(
     *,
     guard: Guard | None = None,
     slower: float = 0.0,
+    at_most: int | None = None,
 ) -> dict[str, Any]:
     """The table that `export` would write, but for its machine code; needs no compiler.
 
@@ -192,7 +201,7 @@ def outline(
     Raises StoreError.
     """
     own = {name: family for name, family in families.items() if name not in WITHOUT_RIVAL}
-    selected = _selected(directories, own, slower)
+    selected = _selected(directories, own, slower, at_most)
     stages: list[Any] = [{}] * len(selected.codes)
     made = json.loads(table_text(_table(selected, own, stages, guard or Guard())))
     return dict(made)
@@ -214,6 +223,7 @@ class _Selected:
     codes: dict[tuple[object, ...], tuple[Config, Problem]]
     spare: list[tuple[object, ...]]
     left_out: list[str]
+    portfolio: Mapping[str, Any] | None
 
     @property
     def configs(self) -> dict[str, int]:
@@ -222,8 +232,11 @@ class _Selected:
         return {label: number for number, label in enumerate(labels)}
 
 
-def _selected(directories: Sequence[Path], families: Families, slower: float) -> _Selected:
+def _selected(
+    directories: Sequence[Path], families: Families, slower: float, at_most: int | None
+) -> _Selected:
     left_out: list[str] = []
+    slower = slower if at_most is None else math.inf
     names: dict[GpuKey, set[str]] = {}
     found: dict[tuple[object, ...], Chosen] = {}
     for directory in directories:
@@ -246,9 +259,12 @@ def _selected(directories: Sequence[Path], families: Families, slower: float) ->
             hint="\n  ".join(left_out) or "run a spec with flash_fwd_wgmma and torch_* baselines",
         )
     every = sorted(found.values(), key=lambda c: (c.gpu, order_of(c.problem)))
+    portfolio = None
+    if at_most is not None:
+        every, portfolio = _portfolio(every, at_most, left_out)
     in_fp8 = [chosen for chosen in every if not has_rival(chosen.problem)]
     won = [chosen for chosen in every if has_rival(chosen.problem)]
-    winners = shared(won) if slower else won
+    winners = shared(won) if slower and at_most is None else won
     held = served(winners, won, families)
     codes: dict[tuple[object, ...], tuple[Config, Problem]] = {}
     for chosen in winners:
@@ -264,7 +280,29 @@ def _selected(directories: Sequence[Path], families: Families, slower: float) ->
     spare = {_code_key(*each): each for each in spare_kernels(in_fp8, families)}
     codes = spare | codes
     in_order = {key: codes[key] for key in sorted(codes, key=repr)}
-    return _Selected(winners, in_fp8, held, names, in_order, sorted(spare, key=repr), left_out)
+    spares = sorted(spare, key=repr)
+    return _Selected(winners, in_fp8, held, names, in_order, spares, left_out, portfolio)
+
+
+def _portfolio(
+    winners: Sequence[Chosen], at_most: int, left_out: list[str]
+) -> tuple[list[Chosen], dict[str, Any]]:
+    """What serves with so many configs in the winners' place, and the facts of that choice."""
+    found = portfolios_of(winners)
+    if not found:
+        what = "no winner is faster than PyTorch's own attention, which serves all shapes"
+        raise StoreError(what, where="--at-most", hint="leave it out to export the winners")
+    portfolio = of_size(found, at_most)
+    several = len({chosen.gpu for chosen in winners}) > 1
+    names = [f"{c.problem.label}{f' on {c.gpu.label}' * several}" for c in winners]
+    pairs = [*zip(winners, portfolio.own, strict=True)]
+    for name, (chosen, own) in zip(names, pairs, strict=True):
+        if own is None:
+            instead = f"PyTorch's takes {chosen.gain:.2f} times as long as its winner"
+            rest = instead if has_rival(chosen.problem) else "none of them was timed on it"
+            left_out.append(f"{name}: no kept config serves it, {rest}")
+    kept = [chosen.by(own) for chosen, own in pairs if own is not None]
+    return kept, facts_of(found, portfolio, names)
 
 
 def _of_calls(run: Run) -> bool:
@@ -338,6 +376,8 @@ def _table(
         }
         for key, own in _by_gpu(selected.in_fp8).items()
     ]
+    if selected.portfolio:
+        table["portfolio"] = selected.portfolio
     return table | ({"fp8": in_fp8} if in_fp8 else {})
 
 
@@ -404,7 +444,7 @@ def chosen_of(
         if baseline is not None:
             compared = (time_of(baseline), *_ratio(baseline, best))
         winner = Chosen(best, config_of(best, family), key, *compared, times_us, rate)
-        if baseline is not None and slower:
+        if slower:
             rivals = _rivals(winner, timed.values(), baseline, slower, family)
         allowed = [c for c in rivals if why_not_today(c.trial, family, arch) is None]
         chosen.append(replace(winner, rivals=allowed))
@@ -412,20 +452,29 @@ def chosen_of(
 
 
 def _rivals(
-    winner: Chosen, timed: Iterable[Trial], baseline: Trial, slower: float, family: Family
+    winner: Chosen,
+    timed: Collection[Trial],
+    baseline: Trial | None,
+    slower: float,
+    family: Family,
 ) -> list[Chosen]:
-    """The candidates of the winner's rounds that took at most `slower` longer.
+    """The candidates that are known to take at most `slower` longer than the winner.
 
-    Where the winner is known to be faster than PyTorch's attention, they are too.
+    Those that the race put out count only if they may take any time: what is shipped is chosen by
+    medians of the final rounds. Where the winner is known to be faster than PyTorch's attention,
+    they are too.
     """
+    rows = {} if math.isfinite(slower) else {label_of_row(trial): trial for trial in timed}
     found = []
     for trial in timed:
-        ours, _ = common_rounds(trial, winner.trial)
-        if ours and trial is not winner.trial:
-            longer, (gain, low) = _ratio(trial, winner.trial)[0] - 1, _ratio(baseline, trial)
-            if longer <= slower and low >= min(1, winner.gain_low):
+        times = None if trial is winner.trial else times_as_long(trial, winner.trial, rows)
+        if times is not None and times - 1 <= slower:
+            gain, low = winner.gain / times, winner.gain_low / times
+            if baseline is not None and common_rounds(trial, winner.trial)[0]:
+                gain, low = _ratio(baseline, trial)
+            if low >= min(1, winner.gain_low):
                 facts: Any = {"config": config_of(trial, family), "gain": gain, "gain_low": low}
-                found.append(replace(winner, trial=trial, slower=longer, **facts))
+                found.append(replace(winner, trial=trial, slower=times - 1, **facts))
     return found
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from attnsweep.choose.baseline_ratio import common_rounds
 from attnsweep.choose.columns import Row
+from attnsweep.choose.pace import label_of_row
 from attnsweep.choose.ranking import ranked
 from attnsweep.choose.stats import ratio_interval
 from attnsweep.compile.calls import USUAL
@@ -27,6 +28,7 @@ from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import OURS, Environment
 from attnsweep.family.family import Config
 from attnsweep.serve.export import Exported
+from attnsweep.serve.portfolio import facts_of, of_size, portfolios, times_as_long
 from attnsweep.store.outputs import check_output, write_output
 from attnsweep.store.run import Run, environment_of, open_run
 
@@ -48,12 +50,14 @@ def export_configs(
     *,
     axis: str = "seqlen_k",
     kernel: str | None = None,
+    at_most: int | None = None,
     force: bool = False,
 ) -> Exported:
     """Write the winning configs of a run of calls to `out`: a file, or for vllm a directory.
 
     form: python, triton or vllm. axis: what of a problem is the key of a vllm table. kernel: one of
-    the spec's, as if the run had no other. force: replace files. Raises StoreError or SpecError.
+    the spec's, as if the run had no other. at_most: so many configs, with which the problems lose
+    the least. force: replace files. Raises StoreError or SpecError.
     """
     if len(runs) != 1:
         hint = "write a file for each, or sweep all problems in one run"
@@ -63,7 +67,7 @@ def export_configs(
         hint = "--format package exports kernels of templates"
         raise StoreError("a run without calls", where=str(run.directory), hint=hint)
     environment, left_out = _one_kind(run), list[str]()
-    entries = _entries(run, environment, kernel, left_out)
+    entries, portfolio = _entries(run, environment, kernel, at_most, left_out)
     function = entries[0]["call"]["function"]
     capability = arch_named(environment.arch).compute_capability
     table = {
@@ -78,6 +82,7 @@ def export_configs(
         "date": environment.date,
         "attnsweep": environment.attnsweep,
         "entries": entries,
+        **({"portfolio": portfolio} if portfolio else {}),
     }
     texts = _TEXTS[form](out, table, axis)
     for path in texts:
@@ -89,6 +94,7 @@ def export_configs(
         *(out, function, len(entries), len(configs), sum(map(len, texts.values()))),
         *((environment.gpu,), left_out),
         files=tuple(map(str, texts)),
+        portfolio=portfolio,
     )
 
 
@@ -104,9 +110,16 @@ def _one_kind(run: Run) -> Environment:
 
 
 def _entries(
-    run: Run, environment: Environment, kernel: str | None, left_out: list[str]
-) -> list[dict[str, Any]]:
-    """What was measured of each problem that a call wins. Raises StoreError or SpecError."""
+    run: Run,
+    environment: Environment,
+    kernel: str | None,
+    at_most: int | None,
+    left_out: list[str],
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """What was measured of each problem that a call wins, and of `at_most` the facts of the choice.
+
+    Raises StoreError or SpecError.
+    """
     kernels = sorted({trial.kernel for trial in run.trials if trial.call})
     if kernel not in (None, *kernels):
         raise SpecError(f"the run calls {', '.join(kernels)}, not {kernel}", where="--kernel")
@@ -115,8 +128,8 @@ def _entries(
     for rows in ranked(trials, environment, distinct=True):
         won = next((row for row in rows if row["winner"]), None)
         if won is not None and (call := won["trial"].call):
-            tied = (r for r in rows if r["rank"] == won["rank"] and r["trial"].call)
-            functions = [r for r in tied if r["trial"].call["function"] == call["function"]]
+            called = (r for r in rows if r["rank"] is not None and r["trial"].call)
+            functions = [r for r in called if r["trial"].call["function"] == call["function"]]
             shapes.append([won, *(row for row in functions if row is not won)])
         else:
             why = f"{won['kernel']} won, a template" if won else "no config of a call won"
@@ -124,10 +137,42 @@ def _entries(
     where, hint = str(run.directory), f"export those of one: --kernel {' or '.join(kernels)}"
     if not shapes:
         raise StoreError("no winner to export", where=where, hint="\n  ".join(left_out))
-    if len(found := sorted({tied[0]["trial"].call["function"] for tied in shapes})) > 1:
+    if len(found := sorted({own[0]["trial"].call["function"] for own in shapes})) > 1:
         raise StoreError(f"several functions won: {', '.join(found)}", where=where, hint=hint)
-    chosen = commonest([[Config(row["trial"].config) for row in tied] for tied in shapes])
-    return [_entry(tied, config) for tied, config in zip(shapes, chosen, strict=True)]
+    if at_most is None:
+        chosen = commonest([[Config(row["trial"].config) for row in _tied(own)] for own in shapes])
+        return [_entry(own, config) for own, config in zip(shapes, chosen, strict=True)], None
+    kept, facts = _portfolio(shapes, at_most)
+    unserved = [own[0]["problem"] for own, config in zip(shapes, kept, strict=True) if not config]
+    left_out += [f"{problem}: none of the kept configs was timed on it" for problem in unserved]
+    pairs = zip(shapes, kept, strict=True)
+    return [_entry(own, config) for own, config in pairs if config is not None], facts
+
+
+def _tied(rows: Sequence[Row]) -> list[Row]:
+    """The winner of a problem, which is the first, and the rows that share its rank."""
+    return [row for row in rows if row["rank"] == rows[0]["rank"]]
+
+
+def _portfolio(
+    shapes: Sequence[Sequence[Row]], at_most: int
+) -> tuple[list[Config | None], dict[str, Any]]:
+    """The config that each problem gets of so many, and the facts of that choice."""
+    configs: dict[str, Config] = {}
+    known: list[dict[str, float]] = []
+    for own in shapes:
+        rows = {label_of_row(row["trial"]): row["trial"] for row in own}
+        known.append({})
+        for trial in rows.values():
+            times = times_as_long(trial, own[0]["trial"], rows)
+            if times is not None:
+                config = Config(trial.config)
+                configs[config.label] = config
+                known[-1][config.label] = times
+    found = portfolios(known)
+    portfolio = of_size(found, at_most)
+    facts = facts_of(found, portfolio, [str(own[0]["problem"]) for own in shapes])
+    return [configs[label] if label is not None else None for label in portfolio.own], facts
 
 
 def commonest(shapes: Sequence[Sequence[Config]]) -> list[Config]:
@@ -136,10 +181,10 @@ def commonest(shapes: Sequence[Sequence[Config]]) -> list[Config]:
     return [max(tied, key=lambda each: times[each]) for tied in shapes]
 
 
-def _entry(tied: Sequence[Row], config: Config) -> dict[str, Any]:
-    """What was measured of a problem. tied: the winner, and the rows that share its rank."""
-    won = tied[0]["trial"]
-    row = next(row for row in tied if Config(row["trial"].config) == config)
+def _entry(rows: Sequence[Row], config: Config) -> dict[str, Any]:
+    """What was measured of a problem. rows: of the winner's function, the winner the first."""
+    won, tied = rows[0]["trial"], _tied(rows)
+    row = next(row for row in rows if Config(row["trial"].config) == config)
     ties = []
     for each in tied:
         own, others = common_rounds(each["trial"], won)

@@ -71,6 +71,99 @@ def test_where_none_ties_on_more_shapes_the_winner_is_taken(tmp_path):
     assert tables(tmp_path / "out")[TABLE][256]["M"] == 64
 
 
+# ---- few configs ----
+MIDDLE = Problem.parse("(1,2,1024,16) bf16 causal")
+OTHER = {"M": 32, "num_warps": 4, "maxnreg": None}
+FEW = [
+    *(called(SHORT, config, us) for config, us in ((FAST, 20.0), (SLOW, 20.4))),
+    *(called(MIDDLE, config, us) for config, us in ((SLOW, 30.0), (FAST, 33.0))),
+    *(called(LONG, config, us) for config, us in ((SLOW, 40.0), (OTHER, 41.0))),
+]
+
+
+def portfolio_of(place, form, out):
+    """What the exported files say of the choice."""
+    if form == "python":
+        known = {}
+        exec(out.read_text(), known)
+        return known["TABLE"]["portfolio"]
+    path = place / "out" / TABLE.replace(".json", ".evidence.json")
+    return json.loads((path if form == "vllm" else out.with_suffix(".evidence.json")).read_text())["portfolio"]
+
+
+@pytest.mark.parametrize("form", ["python", "triton", "vllm"])
+def test_one_config_serves_all_and_the_files_say_what_each_problem_loses(tmp_path, form):
+    out = {"python": tmp_path / "mine.py", "triton": tmp_path / "mine.json", "vllm": tmp_path / "out"}[form]
+    done = exported(tmp_path, FEW, form, out, at_most=1)
+    assert (done.winners, done.kernels, done.left_out) == (3, 1, [])
+    said = portfolio_of(tmp_path, form, out)
+    assert said == done.portfolio
+    assert said["kept"] == ["M=128 num_warps=8 maxnreg=128"]
+    assert [(each["times_as_long"], each["off"]) for each in said["shapes"]] == [
+        (1.02, False),
+        (1.0, False),
+        (1.0, False),
+    ]
+    assert [each["configs"] for each in said["curve"]] == [1, 2]
+
+
+def test_a_problem_that_no_kept_config_was_timed_on_is_named(tmp_path):
+    rows = [*FEW, called(Problem.parse("(1,4,64,16) bf16 full"), OTHER, 5.0)]
+    done = exported(tmp_path, rows, at_most=1)
+    assert done.left_out == ["(1,4,64,16) bf16 full: none of the kept configs was timed on it"]
+    assert [*tables(tmp_path / "out")] == [TABLE]
+    assert done.portfolio["shapes"][-1] == {
+        "problem": "(1,4,64,16) bf16 full",
+        "config": None,
+        "times_as_long": None,
+        "off": True,
+    }
+    assert done.portfolio["curve"][0]["without"] == 1
+
+
+def test_a_config_that_is_off_is_marked_and_its_own_time_is_exported(tmp_path):
+    rows = [called(SHORT, FAST, 20.0), called(LONG, FAST, 44.0), called(LONG, SLOW, 40.0)]
+    rows += [called(MIDDLE, FAST, 30.0), baseline("torch_flash", 88.0).with_(problem=LONG)]
+    done = exported(tmp_path, rows, "triton", tmp_path / "mine.json", at_most=1)
+    assert [each["off"] for each in done.portfolio["shapes"]] == [False, True, False]
+    entry = json.loads((tmp_path / "mine.evidence.json").read_text())["entries"][1]
+    assert (entry["config"]["M"], entry["time_us"], entry["baseline_over_time"]) == (64, 44.0, 2.0)
+    assert [tie["config"]["M"] for tie in entry["ties"]] == [128]
+
+
+def test_without_a_number_nothing_is_said_of_a_choice(tmp_path):
+    done = exported(tmp_path, FEW, "triton", tmp_path / "mine.json")
+    assert done.portfolio is None
+    assert "portfolio" not in json.loads((tmp_path / "mine.evidence.json").read_text())
+
+
+@pytest.mark.parametrize("form", ["python", "triton", "vllm"])
+@pytest.mark.parametrize("wrong", ["0", "-1", "1.5", "x", ""])
+def test_a_number_of_configs_that_is_none(attnsweep, tmp_path, monkeypatch, form, wrong):
+    monkeypatch.chdir(tmp_path)
+    run = written(tmp_path / "run", FEW)
+    out = {"python": "a.py", "triton": "a.json", "vllm": "a"}[form]
+    done = attnsweep("export", run, "--out", out, "--format", form, f"--at-most={wrong}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "'--at-most'" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_the_command_prints_what_few_configs_cost(attnsweep, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = attnsweep("export", written(tmp_path / "run", FEW), "--out", "few.json", "--at-most", "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[3:] == [
+        "times as long as with its winner (5% off or more: *)",
+        f" 1.020   {SHORT.label}",
+        f" 1.000   {MIDDLE.label}",
+        f" 1.000   {LONG.label}",
+        "configs   mean  worst   *  without",
+        "      1  1.007  1.020   0        0",
+        "      2  1.000  1.000   0        0",
+    ]
+
+
 def test_another_axis(tmp_path):
     rows = [called(Problem.parse(f"({batch},2,256,16) fp16 full"), FAST, 20.0) for batch in (1, 8)]
     exported(tmp_path, rows, axis="batch")
