@@ -79,7 +79,6 @@ def check(tmp_path, recorded, attnsweep):
 ENTRY = "    long long begin = clock64();"
 # Places that are known at run time alone, so that no register can hold them.
 ARRAY = f"    float kept[64]; kept[heads] = scale; kept[seqlen_q % 64] += scale;\n{ENTRY}"
-USED = ("__float_to_half(out / sum)", "float_to_half(out / sum + kept[seqlen_k % 64])")
 SHARED = f"    __shared__ float kept[12000]; kept[heads] = scale;\n{ENTRY}"
 
 
@@ -98,16 +97,14 @@ def test_other_code_that_is_not_worse_is_changed_and_no_failure(check):
 
 
 def test_an_array_in_local_memory_is_a_regression(check):
-    code, found, _ = check(edits=[(ENTRY, ARRAY), ("float_to_half(out / sum)", USED[1])])
+    code, found, _ = check(edits=[(ENTRY, ARRAY), ("out / sum)", "out / sum + kept[seqlen_k % 64])")])
     assert (code, found["verdict"]) == (1, "regression")
     (stage,) = found["stages"]
     assert stage["new"]["stack_bytes"] >= 256
     assert "stack 0 → " in found["why"]
 
 
-def test_shared_memory_that_lets_fewer_blocks_on_an_sm_is_a_regression_and_the_way_back_an_improvement(
-    check, recorded, tmp_path
-):
+def test_shared_memory_that_lets_fewer_blocks_on_an_sm_is_a_regression(check):
     code, found, _ = check(edits=[(ENTRY, SHARED), ("out / sum)", "out / sum + kept[seqlen_k])")])
     assert (code, found["verdict"]) == (1, "regression")
     assert "warps on an SM, limited by shared memory" in found["why"]
@@ -128,6 +125,15 @@ def test_a_baseline_without_code_is_inconclusive(check):
     code, found, _ = check()
     assert (code, found["verdict"]) == (4, "inconclusive")
     assert "machine code" in found["why"]
+
+
+def test_a_baseline_whose_rows_say_nothing_of_resources_is_inconclusive(check):
+    (rows,) = check.baseline.glob("trials.jsonl")
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    rows.write_text("".join(json.dumps(line | {"resources": None}) + "\n" for line in lines))
+    code, found, _ = check(edits=[("EXTRA_CYCLES 0", "EXTRA_CYCLES 8001")])
+    assert (code, found["verdict"]) == (4, "inconclusive")
+    assert "resources" in found["why"]
 
 
 def test_without_nvdisasm_instructions_are_unknown_and_the_verdict_stands(check, monkeypatch):
@@ -181,12 +187,12 @@ def place(tmp_path_factory, forked_tracers):
 def compared(place, attnsweep):
     """The command's end for launchers that are changed so."""
 
-    def compared(*options, changed=("", ""), function="plain", shape="1,2,64,16", config="BLOCK=64"):
+    def compared(*options, changed=("", ""), function="plain", config="BLOCK=64", old="tuned.py@HEAD"):
         assert changed[0] in LAUNCHERS.read_text()
         (place / "tuned.py").write_text(LAUNCHERS.read_text().replace(*changed))
-        sides = ["--old", f"tuned.py@HEAD:{function}", "--new", f"tuned.py:{function}"]
+        sides = ["--old", f"{old}:{function}", "--new", f"tuned.py:{function}"]
         how = ["--dtype", "bf16", "--config", config, "--mode", "compile"]
-        return attnsweep("check", *sides, shape, *how, *options)
+        return attnsweep("check", *sides, "1,2,64,16", *how, *options)
 
     return compared
 
@@ -225,6 +231,16 @@ def test_calls_that_fill_an_sm_less_are_a_regression(compared):
     code, verdict, why = of(compared("--json", changed=HUGE))
     assert (code, verdict) == (1, "regression")
     assert "warps on an SM, limited by registers" in why
+
+
+@needs_triton
+def test_calls_that_fill_an_sm_more_are_an_improvement_whatever_the_kernel_is_called(compared, place):
+    (place / "huge.py").write_text(LAUNCHERS.read_text().replace(*HUGE).replace("copied", "moved"))
+    done = compared("--json", old="huge.py")
+    assert of(done)[:2] == (0, "improvement")
+    (stage,) = json.loads(done.stdout)["problems"][0]["stages"]
+    assert stage["name"] == "moved → copied"
+    assert stage["old"]["registers"] > stage["new"]["registers"]
 
 
 @needs_triton
