@@ -167,7 +167,8 @@ class Compiler:
     """Compiles stages for one architecture. Processes may share a cache.
 
     threads: concurrent NVRTC programs; NVRTC releases the GIL, so they scale with cores. after:
-    called in the same thread with each Cubin, before it is handed out. version: NVRTC's.
+    called in the same thread with each Cubin, before it is handed out. templates: whether it gets
+    any; one for calls alone needs no NVRTC.
     """
 
     def __init__(
@@ -176,10 +177,12 @@ class Compiler:
         cache_dir: Path | None = None,
         threads: int | None = None,
         after: Callable[[Cubin], object] | None = None,
+        *,
+        templates: bool = True,
     ) -> None:
-        check_toolchain(arch)
+        if templates:
+            check_toolchain(arch)
         self.arch = arch
-        self.version = "{}.{}".format(*nvrtc_version())
         self.cache_dir = cache_dir or default_cache_dir()
         self._pool = ThreadPoolExecutor(threads or os.cpu_count() or 1, "nvrtc", _step_back)
         self._futures: dict[str, Future[Cubin]] = {}
@@ -188,6 +191,11 @@ class Compiler:
         self._after = after
         self.tracers: Tracers | None = None
         """What traces callables of the user's, for who compiles them: see compile.calls."""
+
+    @property
+    def version(self) -> str:
+        """NVRTC's version."""
+        return "{}.{}".format(*nvrtc_version())
 
     def flags(self, defines: Mapping[str, str]) -> list[str]:
         """NVRTC options, complete but for the include directories, whose contents are hashed.

@@ -97,7 +97,7 @@ def check_code_of_calls(
     """
     with both_calls(old, new, problems) as (spec, before):
         budget = Budget(spec.check.budget_s if budget_s is None else budget_s)
-        compiler = compiler_for(spec, arch, cache_dir)
+        compiler = Compiler(arch, cache_dir, templates=False)
         try:
             pairs = pairs_of_calls(spec, before, config, compiler)
             findings = _findings(pairs, spec, budget, observer or Observer(), tell)

@@ -13,7 +13,7 @@ from fake_gpu import FakeGpu
 from samples import TEST_GPU
 from sweeping import use_gpu
 
-from attnsweep.compile import sass
+from attnsweep.compile import nvrtc, sass
 from attnsweep.core.errors import NoGpuError, ToolchainError
 from attnsweep.family.discover import discover
 from attnsweep.regress import calls, live
@@ -224,6 +224,16 @@ def test_calls_show_old_and_new(compared, tmp_path):
 def test_calls_whose_lines_moved_are_equal(compared):
     code, verdict, why = of(compared("--json", changed=("CONFIGS = [", "\n\n# a comment\nCONFIGS = [")))
     assert (code, verdict, why) == (0, "pass", "same machine code and launches")
+
+
+@needs_triton
+def test_calls_need_no_nvrtc(compared, monkeypatch):
+    def absent():
+        raise ToolchainError("no NVRTC")
+
+    for name in ("_nvrtc", "nvrtc_version"):
+        monkeypatch.setattr(nvrtc, name, absent)
+    assert of(compared("--json", changed=OTHER))[:2] == (0, "changed")
 
 
 @needs_triton
