@@ -401,9 +401,9 @@ def export(
     so many configs, with which the problems lose the least; `Exported.portfolio` says how much.
 
     Of a run of calls, write configs. format: `python` (default where `out` is NAME.py), `triton`
-    (NAME.json) or `vllm` (a directory, with tables by `axis`). kernel: one of the spec's, as if the
-    run had no other. force: replace files. Raises StoreError if no winner can be exported,
-    SpecError for a bad name, ToolchainError.
+    (NAME.json), `vllm` (a directory, with tables by `axis`) or `helion` (a directory). kernel: one
+    of the spec's, as if the run had no other. force: replace files. Raises StoreError if no winner
+    can be exported, SpecError for a bad name, ToolchainError.
     """
     from attnsweep.serve.export import export as write
     from attnsweep.serve.export_configs import PACKAGE, export_configs, format_of

@@ -268,15 +268,15 @@ def export_(
     but no GPU. Except in FP8, a problem is left out if the run has no time of PyTorch's own
     attention, which a winner must beat.
 
-    Of a run of calls, write the winning configs: as a Python module, as configs of Triton, or as
-    tables that vLLM reads.
+    Of a run of calls, write the winning configs: as a Python module, as configs of Triton or of
+    Helion, or as tables that vLLM reads.
 
     :runs RUN: Directories of runs, of one or several GPUs; of a run of calls, one.
     :--out: Directory to write, made anew each time. For a run of calls: NAME.py or NAME.json,
-        with --format vllm a directory.
+        with --format vllm or helion a directory.
     :--name: Import name of the package (default: that of --out).
-    :--format: One of package, python, triton, vllm (default: python if --out is NAME.py, triton if
-        it is NAME.json, else package).
+    :--format: One of package, python, triton, vllm, helion (default: python if --out is NAME.py,
+        triton if it is NAME.json, else package).
     :--axis: With --format vllm: what of a problem is the key of a table.
     :--kernel: For a run of calls: export this kernel of the spec alone.
     :--at-most: Export so many configs, with which the problems lose the least time. Prints how many

@@ -242,7 +242,7 @@ def _selected(
     for directory in directories:
         run = open_run(directory)
         if _of_calls(run):
-            how = "--format python, triton or vllm writes its configs, as --out NAME.py"
+            how = "--format python, triton, vllm or helion writes its configs, as --out NAME.py"
             left_out.append(f"{directory}: a run of calls has no machine code; {how}")
             continue
         key, environment = gpu_of(run)

@@ -1,7 +1,8 @@
 """`attnsweep export --format`: the winning configs of a run of calls, in files that others read.
 
 `python` is a module whose `config_for` gives the keywords of a call, `triton` a list from which
-`triton.Config(**entry["config"])` is made, `vllm` tables by one size, named and read as vLLM's are.
+`triton.Config(**entry["config"])` is made, `vllm` tables by one size, named and read as vLLM's are,
+`helion` a file for each problem, which `helion.Config.load` reads.
 Readers of tables call int() on every key, so ties and intervals lie beside, in NAME.evidence.json.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import pprint
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -53,11 +55,11 @@ def export_configs(
     at_most: int | None = None,
     force: bool = False,
 ) -> Exported:
-    """Write the winning configs of a run of calls to `out`: a file, or for vllm a directory.
+    """Write the winning configs of a run of calls to `out`: a file, or for some a directory.
 
-    form: python, triton or vllm. axis: what of a problem is the key of a vllm table. kernel: one of
-    the spec's, as if the run had no other. at_most: so many configs, with which the problems lose
-    the least. force: replace files. Raises StoreError or SpecError.
+    form: python, triton, vllm or helion. axis: what of a problem is the key of a vllm table.
+    kernel: one of the spec's, as if the run had no other. at_most: so many configs, with which the
+    problems lose the least. force: replace files. Raises StoreError or SpecError.
     """
     if len(runs) != 1:
         hint = "write a file for each, or sweep all problems in one run"
@@ -218,7 +220,7 @@ def _keywords(config: Mapping[str, Value]) -> dict[str, Value]:
 
 def _python(out: Path, table: Mapping[str, Any], _: str) -> dict[Path, str]:
     if out.suffix != ".py" or not out.stem.isidentifier():
-        hint = "--out attend_configs.py, or another --format: triton, vllm"
+        hint = "--out attend_configs.py, or another --format: triton, vllm, helion"
         raise SpecError("--format python writes a module, NAME.py", where=str(out), hint=hint)
     text = pprint.pformat(table, width=100, sort_dicts=False)
     return {out: f"{_ABOUT}\nTABLE = {text}\n{_CODE}"}
@@ -250,17 +252,47 @@ def _vllm(out: Path, table: Mapping[str, Any], axis: str) -> dict[Path, str]:
             one, two = (Problem.of(each["problem"]).label for each in (other, entry))
             what = f"{one} and {two} have one {axis}, and so one place in {path.name}"
             raise SpecError(what, where="--axis", hint="choose another, or export a run of one")
-    try:
-        out.mkdir(exist_ok=True)
-    except OSError as error:
-        what = f"is no directory, and cannot be made one: {reason(error)}"
-        raise StoreError(what, where=str(out)) from error
+    _make_directory(out)
     texts: dict[Path, str] = {}
     for path, own in files.items():
         keyed = {str(key): _of_one_tuner(own[key]["config"]) for key in sorted(own)}
         entries = [own[key] for key in sorted(own)]
         texts |= _with_evidence(path, keyed, {**table, "entries": entries})
     return texts
+
+
+def _helion(out: Path, table: Mapping[str, Any], _: str) -> dict[Path, str]:
+    _make_directory(out)
+    texts: dict[Path, str] = {}
+    for entry in table["entries"]:
+        name = re.sub(r"[^\w,.-]+", "_", Problem.of(entry["problem"]).label).strip("_")
+        config = _with_lists(_of_one_tuner(entry["config"]))
+        texts |= _with_evidence(out / f"{name}.json", config, {**table, "entries": [entry]})
+    return texts
+
+
+def _with_lists(config: Mapping[str, Value]) -> dict[str, Any]:
+    """A config in which NAME_0, NAME_1 and so on are a list NAME, since no value is a list."""
+    numbered: dict[str, dict[int, Value]] = {}
+    for name, value in config.items():
+        stem, _, number = name.rpartition("_")
+        if stem and re.fullmatch("0|[1-9][0-9]*", number):
+            numbered.setdefault(stem, {})[int(number)] = value
+    lists = {
+        stem: [values[at] for at in range(len(values))]
+        for stem, values in numbered.items()
+        if [*sorted(values)] == [*range(len(values))]
+    }
+    taken = {f"{stem}_{at}" for stem, values in lists.items() for at in range(len(values))}
+    return {name: value for name, value in config.items() if name not in taken} | lists
+
+
+def _make_directory(out: Path) -> None:
+    try:
+        out.mkdir(exist_ok=True)
+    except OSError as error:
+        what = f"is no directory, and cannot be made one: {reason(error)}"
+        raise StoreError(what, where=str(out)) from error
 
 
 def _of_one_tuner(config: Mapping[str, Value]) -> dict[str, Value]:
@@ -281,6 +313,7 @@ _TEXTS: dict[str, Callable[[Path, Mapping[str, Any], str], dict[Path, str]]] = {
     "python": _python,
     "triton": _triton,
     "vllm": _vllm,
+    "helion": _helion,
 }
 _ABOUT = '''\
 """Configs of TABLE["function"] that won, by `attnsweep export --format python`.

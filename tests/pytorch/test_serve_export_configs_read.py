@@ -1,4 +1,4 @@
-"""Exported configs of calls, read by what they are for: Python's import, and Triton."""
+"""Exported configs of calls, read by what they are for: Python's import, Triton and Helion."""
 
 import importlib.util
 import json
@@ -19,13 +19,18 @@ CARD = {"name": "NVIDIA Test 1", "major": 9, "minor": 0, "multi_processor_count"
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def imported(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def made(place, rows, card, monkeypatch):
     """The module of a run's configs, on this card."""
     path = place / "my_configs.py"
     attnsweep.export(written(place / "run", rows), path)
-    spec = importlib.util.spec_from_file_location("my_configs", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = imported(path)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**CARD | card))
     return module
 
@@ -89,3 +94,32 @@ def test_triton_makes_its_configs_of_the_entries(tmp_path):
     assert one == triton.Config({"M": 64}, num_warps=4)
     assert two == triton.Config({"M": 128}, num_warps=8, num_stages=2, num_ctas=2, maxnreg=128)
     assert [Problem.of(entry["problem"]) for entry in entries] == [SHORT, LONG]
+
+
+ADDED = """\
+import helion
+import helion.language as hl
+import torch
+
+
+@helion.kernel
+def added(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    for tile in hl.tile(x.size()):
+        out[tile] = x[tile] + y[tile]
+    return out
+"""
+
+
+def test_helion_loads_its_configs_and_makes_code_of_them(tmp_path):
+    helion = pytest.importorskip("helion", reason="needs Helion: pip install helion")
+    config = {"block_sizes_0": 16, "block_sizes_1": 64, "num_warps": 8, "pid_type": "flat", "maxnreg": None}
+    attnsweep.export(written(tmp_path / "run", [called(SHORT, config, 20.0)]), tmp_path / "out", format="helion")
+    found = helion.Config.load(tmp_path / "out" / "1,2,256,16_bf16_causal.json")
+    assert found == helion.Config(block_sizes=[16, 64], num_warps=8, pid_type="flat")
+    (tmp_path / "added.py").write_text(ADDED)
+    x = torch.zeros(64, 128)
+    code = imported(tmp_path / "added.py").added.bind((x, x)).to_triton_code(found)
+    assert "_BLOCK_SIZE_0 = tl.constexpr(16)" in code
+    assert "_BLOCK_SIZE_1 = tl.constexpr(64)" in code
+    assert "num_warps=8" in code

@@ -1,9 +1,13 @@
 """What `attnsweep export --format` writes of a run of calls, and what it refuses."""
 
 import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from called_rows import FAST, LONG, ROWS, SHORT, SLOW, called, written
+from hypothesis import given
+from hypothesis import strategies as st
 from samples import baseline, candidate
 
 import attnsweep
@@ -137,12 +141,12 @@ def test_without_a_number_nothing_is_said_of_a_choice(tmp_path):
     assert "portfolio" not in json.loads((tmp_path / "mine.evidence.json").read_text())
 
 
-@pytest.mark.parametrize("form", ["python", "triton", "vllm"])
+@pytest.mark.parametrize("form", ["python", "triton", "vllm", "helion"])
 @pytest.mark.parametrize("wrong", ["0", "-1", "1.5", "x", ""])
 def test_a_number_of_configs_that_is_none(attnsweep, tmp_path, monkeypatch, form, wrong):
     monkeypatch.chdir(tmp_path)
     run = written(tmp_path / "run", FEW)
-    out = {"python": "a.py", "triton": "a.json", "vllm": "a"}[form]
+    out = {"python": "a.py", "triton": "a.json", "vllm": "a", "helion": "a"}[form]
     done = attnsweep("export", run, "--out", out, "--format", form, f"--at-most={wrong}")
     assert (done.returncode, done.stdout) == (2, "")
     assert "'--at-most'" in done.stderr
@@ -195,7 +199,46 @@ def test_a_problem_that_no_call_wins_is_left_out(tmp_path):
         exported(tmp_path, [wrong])
 
 
-@pytest.mark.parametrize("form", ["triton", "vllm"])
+def flat(name, values):
+    return {f"{name}_{number}": value for number, value in enumerate(values)}
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["block_sizes", "l2_groupings", "tile", "num_warps"]),
+        st.integers(1, 256) | st.lists(st.integers(1, 256), min_size=1, max_size=12),
+        min_size=1,
+    )
+)
+def test_numbered_parameters_are_lists_for_helion(nested):
+    config = {}
+    for name, value in nested.items():
+        config |= flat(name, value) if isinstance(value, list) else {name: value}
+    with TemporaryDirectory() as place:
+        exported(Path(place), [called(SHORT, config, 20.0)], "helion")
+        assert json.loads((Path(place) / "out" / "1,2,256,16_bf16_causal.json").read_text()) == nested
+
+
+def test_numbers_with_a_gap_are_names_of_their_own(tmp_path):
+    config = {"a_1": 1, "a_2": 2, "b_0": 1, "b_2": 3, "c_00": 1, "_0": 4, "d_0": None}
+    exported(tmp_path, [called(SHORT, config, 20.0)], "helion")
+    made = json.loads((tmp_path / "out" / "1,2,256,16_bf16_causal.json").read_text())
+    assert made == {name: value for name, value in config.items() if value is not None}
+
+
+def test_each_problem_has_a_file_of_helions(tmp_path):
+    window = Problem.parse("(1,4/2,256x512,16/8) fp16 window(64,0)")
+    done = exported(tmp_path, [*ROWS, called(window, SLOW, 9.0)], "helion")
+    names = ["1,2,256,16_bf16_causal", "1,2,4096,16_bf16_causal", "1,4_2,256x512,16_8_fp16_window_64,0"]
+    assert sorted(done.files) == sorted(
+        str(tmp_path / "out" / f"{name}{end}") for name in names for end in (".json", ".evidence.json")
+    )
+    said = json.loads((tmp_path / "out" / f"{names[2]}.evidence.json").read_text())
+    assert [Problem.of(entry["problem"]) for entry in said["entries"]] == [window]
+    assert json.loads((tmp_path / "out" / f"{names[2]}.json").read_text()) == SLOW
+
+
+@pytest.mark.parametrize("form", ["triton", "vllm", "helion"])
 def test_configs_of_two_autotuners_are_no_config_of_one(tmp_path, form):
     rows = [called(SHORT, {"dq.M": 64, "dkv.M": 32}, 20.0)]
     with pytest.raises(SpecError, match=r"dq\.M, dkv\.M are of two autotuners"):
@@ -210,13 +253,16 @@ def test_refusals_are_a_sentence(tmp_path):
     with pytest.raises(StoreError, match="several kinds of GPU: NVIDIA Other of 8 SMs, NVIDIA Test 1 of 132 SMs"):
         exported(tmp_path, others)
     run = written(tmp_path / "one")
-    with pytest.raises(SpecError, match="a format is one of package, python, triton, vllm, not pickle"):
+    with pytest.raises(SpecError, match="a format is one of package, python, triton, vllm, helion, not pickle"):
         attnsweep.export(run, tmp_path / "out", format="pickle")
     with pytest.raises(SpecError, match="--format vllm takes one run, not 2"):
         attnsweep.export([run, run], tmp_path / "out", format="vllm")
     said = r"no winner that a package could hold\n.*one: a run of calls has no machine code; --format python"
     with pytest.raises(StoreError, match=said):
         attnsweep.export(run, tmp_path / "out")
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="is no directory, and cannot be made one"):
+        attnsweep.export(run, tmp_path / "file", format="helion")
     for form, out in (("python", "x.json"), ("python", "a-b.py"), ("triton", "x.py")):
         with pytest.raises(SpecError, match=f"--format {form} writes"):
             attnsweep.export(run, tmp_path / out, format=form)
