@@ -171,12 +171,15 @@ def inspect_call(
             facts: dict[str, Any] = {"config": dict(config), "error": None, "stages": {}}
             configs.append(facts)
             try:
-                stages = traced.result().stages
-                used = resources(stages, arch)
+                compiled = traced.result()
             except CompileError as error:
                 facts["error"] = error.what
                 continue
-            facts["as"] = codes.setdefault(machine_code(traced.result()), number)
+            if compiled.why:
+                facts["error"] = f"it compiles when it is first called: {compiled.why}"
+                continue
+            stages, used = compiled.stages, resources(compiled.stages, arch)
+            facts["as"] = codes.setdefault(machine_code(compiled), number)
             with contextlib.suppress(ToolchainError):
                 cubins = {name: cubin for name, cubin, _ in stages}
                 launches = {name: launch for name, _, launch in stages}

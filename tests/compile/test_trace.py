@@ -22,6 +22,7 @@ from attnsweep.family.discover import discover
 from attnsweep.specs.load import load_spec
 from attnsweep.specs.plan import plan
 from attnsweep.tools.compile import compile_all
+from attnsweep.tools.inspect import inspect_call, lines_of_call
 
 # Nothing here imports them: the processes that trace do.
 missing = [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]
@@ -154,6 +155,15 @@ def test_a_launcher_that_fails_costs_its_config_alone(tracers, monkeypatch):
             said[how] = f"{error.what}\n{error.log}"
     for how, why in FAULTS.items():
         assert why in said[how], how
+
+
+def test_inspect_says_why_a_call_has_no_code_before_it_is_called(place):
+    found = inspect_call("tuned.py:faulty", "how=reads", SHORT, ARCH, place / "cache")
+    (config,) = found["configs"]
+    assert (config["config"], config["stages"]) == ({"how": "reads"}, {})
+    assert any(
+        "it compiles when it is first called: tuned.py:faulty raised" in line for line in lines_of_call(found, 200)
+    )
 
 
 ASKS = """
