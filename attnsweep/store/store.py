@@ -19,6 +19,7 @@ from attnsweep.core.errors import StoreError
 from attnsweep.core.files import sync_folder, utf8, write_file
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Environment, Trial, unsound
+from attnsweep.store.rows import _parse_row, parse_trials, row_bytes
 from attnsweep.store.run import (
     CUBINS,
     ENVIRONMENT,
@@ -27,10 +28,7 @@ from attnsweep.store.run import (
     SPEC,
     TRIALS,
     _described,
-    _parse_row,
     _store_error,
-    parse_trials,
-    row_bytes,
 )
 
 if TYPE_CHECKING:

@@ -29,7 +29,8 @@ from attnsweep.family.family import Family
 from attnsweep.regress.budget import Budget
 from attnsweep.specs.load import SweepSpec, load_spec
 from attnsweep.specs.plan import plan
-from attnsweep.store.run import Run, row_bytes
+from attnsweep.store.rows import row_bytes
+from attnsweep.store.run import Run
 from attnsweep.sweep.loop import Share, begin, sweep_problem
 from attnsweep.sweep.messages import CardFault, Message, Pipe
 

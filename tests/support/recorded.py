@@ -26,7 +26,8 @@ from attnsweep.serve.export_code import compile_for_models, gpu_row
 from attnsweep.serve.package_kernels import spares
 from attnsweep.serve.runtime.families import FP8, kind_of_code
 from attnsweep.serve.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, Table, read_table
-from attnsweep.store.run import TRIALS, Run, find_runs, row_bytes
+from attnsweep.store.rows import row_bytes
+from attnsweep.store.run import TRIALS, Run, find_runs
 
 RESULTS = Path(__file__).parent.parent.parent / "results"
 RUNS = frozenset({"flash_short", "flash_training", "flash_long", "flash_dims"})

@@ -23,7 +23,8 @@ from attnsweep.core.errors import StoreError
 from attnsweep.core.files import pack_code, read_code
 from attnsweep.core.trial import Accuracy, Measurement, Status
 from attnsweep.store import run as store_module
-from attnsweep.store.run import MAX_WARNINGS, find_runs, latest_run, open_run, pack, read_trials
+from attnsweep.store.rows import MAX_WARNINGS
+from attnsweep.store.run import find_runs, latest_run, open_run, pack, read_trials
 from attnsweep.store.store import Store
 
 # Where `python -c` finds the package even if it is not installed.
