@@ -6,7 +6,7 @@ Time against error: the candidates that no other surpasses in both.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from attnsweep.choose.baseline_ratio import Base, below_ranking
@@ -38,11 +38,18 @@ _UNKNOWN: dict[str, Any] = dict.fromkeys(COLUMNS)
 class ProblemContext:
     """The references of a problem's rows: the card, its bounds and the fastest baseline.
 
-    base: the fastest baseline, which is set once the rows are judged.
+    trials: what gives the problem's rows, in the order of the run; it may read them again. base:
+    the fastest baseline, which is set once the rows are judged.
     """
 
-    def __init__(self, problem: Problem, environment: Environment | None):
+    def __init__(
+        self,
+        problem: Problem,
+        environment: Environment | None,
+        trials: Callable[[], Sequence[Trial]],
+    ):
         self.problem, self.environment, self.label = problem, environment, problem.label
+        self.trials = trials
         self.flops, self.min_bytes = problem.flops, problem.min_bytes
         self.base: Base | None = None
         self._limits: dict[tuple[bool, str | None], dict[str, float]] = {}
@@ -94,55 +101,70 @@ class ProblemContext:
         return f"says ok, but is faster than light: {light_text(found)}"
 
 
+# What every row holds, in this order: the rest follows from its trial and its problem.
+_HELD = (
+    *("rank", "tied", "winner", "baseline", "provider", "kernel", "status", "detail", "time_us"),
+    *("rounds", "timed_as", "over_limit", "recorded", "machine"),
+)
+_AT = {name: at for at, name in enumerate(_HELD)}
+_OWN = [name for name in (*_HELD, "problem", "best_baseline") if name in COLUMNS]
+
+
 class Row(Mapping[str, Any]):
     """One trial of a ranking, by COLUMNS; None stands for an unknown value.
 
     What follows from its time is found when it is asked for: of most rows of a large run it is not.
+    Nor does a row hold its trial, which the run may read again, unless it won.
     """
 
-    __slots__ = ("_context", "_facts", "_paced_us")
+    __slots__ = ("_context", "_held", "_paced_us", "_trial", "_whole", "number")
 
     def __init__(
         self,
         trial: Trial,
+        number: int,
         context: ProblemContext,
         paced_us: float | None,
         verdict: tuple[Status, str | None],
         place: tuple[int | None, bool, bool],
     ) -> None:
-        """paced_us: its time at the pace of the rounds, for a ratio without common rounds.
+        """number: which of the context's trials it is. paced_us: its time at the rounds' pace.
 
         place: its rank, whether others share it, and whether the row is the winner.
         """
-        time, (rank, tied, winner), (status, detail) = trial.time_us, place, verdict
-        self._context, self._paced_us = context, paced_us
-        self._facts: dict[str, Any] = {
-            "problem": context.label,
-            "rank": rank,
-            "tied": tied,
-            "winner": winner,
-            "baseline": trial.provider != OURS,
-            "provider": trial.provider,
-            "kernel": trial.kernel,
-            "status": status.value,
-            "detail": detail,
-            "time_us": time.median if time is not None and time.median > 0 else None,
-            "rounds": len(time.rounds) if time is not None else None,
-            "timed_as": time_kind(trial),
-            "best_baseline": context.base.trial.provider if context.base else None,
-            "over_limit": over_limit(trial),
-            "recorded": trial.recorded,
-            "trial": trial,
-        }
+        time, (status, detail) = trial.time_us, verdict
+        self.number, self._context, self._paced_us = number, context, paced_us
+        self._whole: dict[str, Any] | None = None
+        self._held = (
+            *place,
+            trial.provider != OURS,
+            trial.provider,
+            trial.kernel,
+            status.value,
+            detail,
+            time.median if time is not None and time.median > 0 else None,
+            len(time.rounds) if time is not None else None,
+            time_kind(trial),
+            over_limit(trial),
+            trial.recorded,
+            trial.machine,
+        )
+        self._trial = trial if self["winner"] else None
 
     def __getitem__(self, name: str) -> Any:
-        try:
-            return self._facts[name]
-        except KeyError:
-            if name not in COLUMNS:
-                raise
-        self._facts = self.columns(named(self._facts["trial"].config))
-        return self._facts[name]
+        if (at := _AT.get(name)) is not None:
+            return self._held[at]
+        if name == "trial":
+            return self._trial or self._context.trials()[self.number]
+        if name == "problem":
+            return self._context.label
+        if name == "best_baseline":
+            return self._context.base and self._context.base.trial.provider
+        if name not in COLUMNS:
+            raise KeyError(name)
+        if self._whole is None:
+            self._whole = self.columns(named(self["trial"].config))
+        return self._whole[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(COLUMNS)
@@ -152,8 +174,9 @@ class Row(Mapping[str, Any]):
 
     def columns(self, config: object) -> dict[str, Any]:
         """All columns, in order. config: what stands for the config, whose text takes time."""
-        whole = _UNKNOWN | self._facts
-        trial: Trial = whole["trial"]
+        trial: Trial = self["trial"]
+        whole = _UNKNOWN | {name: self[name] for name in _OWN}
+        whole["trial"] = trial
         accuracy, used = trial.accuracy, trial.resources
         whole["config"], whole["recorded_on"] = config, trial.recorded_on
         whole["variant"] = " ".join(trial.variant.values())

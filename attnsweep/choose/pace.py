@@ -8,7 +8,7 @@ rounds, would seem the best by its median alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from statistics import fmean, median
 from typing import Any
@@ -126,18 +126,33 @@ def _of_session(rows: Sequence[Trial]) -> dict[int, float]:
     raced = [trial for trial in rows if trial.race or rounds_of(trial)]
     names = {label_of_row(trial): trial for trial in raced}
 
-    def of(trial: Trial, seen: frozenset[int]) -> float:
-        """A row without rounds, and those that beat it in a race."""
-        least = us[id(trial)]
+    def alone(trial: Trial) -> float:
+        """The time of a row by what is known of itself."""
         if rounds_of(trial):
-            return least
-        least = max(least, _first_us(trial) * of_first, _first_cycles(trial) * of_cycles)
-        other = names.get(trial.race.get("against", ""))
-        if other is None or other is trial or id(other) in seen:
-            return least
-        return max(least, of(other, seen | {id(trial)}) * _behind(trial.race))
+            return us[id(trial)]
+        first = _first_us(trial) * of_first, _first_cycles(trial) * of_cycles
+        return max(us[id(trial)], *first)
 
-    return {id(trial): of(trial, frozenset()) for trial in rows}
+    return {id(trial): _raced_us(trial, names, alone, frozenset()) for trial in rows}
+
+
+def _raced_us(
+    trial: Trial,
+    names: Mapping[str, Trial],
+    alone: Callable[[Trial], float],
+    seen: frozenset[int],
+) -> float:
+    """The time of a row by itself and, without rounds, by those that beat it in a race."""
+    # Not in the function above: a closure that calls itself keeps the rows of a problem forever
+    # where collection pauses.
+    least = alone(trial)
+    if rounds_of(trial):
+        return least
+    other = names.get(trial.race.get("against", ""))
+    if other is None or other is trial or id(other) in seen:
+        return least
+    behind = _raced_us(other, names, alone, seen | {id(trial)}) * _behind(trial.race)
+    return max(least, behind)
 
 
 def _steps(whole: Sequence[Sequence[float]]) -> list[float]:

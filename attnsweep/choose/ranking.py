@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from operator import attrgetter
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from attnsweep.choose.pace import at_pace, last_round, rounds_of, session, time_
 from attnsweep.choose.stats import ratio_interval
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Environment, Measurement, Status, Trial, unsound
+from attnsweep.store.rows import StoredRows, of_problems
 
 if TYPE_CHECKING:  # the process of a card ranks nothing, and starts 0.25 s sooner without it
     import pandas
@@ -98,12 +98,19 @@ def ranked(
     trials: Sequence[Trial], environment: Environment | None, *, distinct: bool = False
 ) -> Iterator[list[Row]]:
     """The rows of each problem: see `rank`. distinct: no two have one key, as those of a Run."""
-    by_problem: dict[Problem, list[Trial]] = {}
-    trials = trials if distinct else [*{trial.key: trial for trial in trials}.values()]
-    for problem, alike in groupby(trials, attrgetter("problem")):  # most stand one after another
-        by_problem.setdefault(problem, []).extend(alike)
-    for problem, members in by_problem.items():
-        yield _rank_problem(problem, members, environment)
+    for problem, members in members_of(trials, distinct=distinct).items():
+        yield rank_problem(problem, members, environment)
+
+
+Members = Callable[[], Sequence[Trial]]
+"""Gives the rows of a problem, perhaps by reading them again."""
+
+
+def members_of(trials: Sequence[Trial], *, distinct: bool = False) -> Mapping[Problem, Members]:
+    """The problems of these rows, and what gives their rows. distinct: see `ranked`."""
+    if not distinct and not isinstance(trials, StoredRows):
+        trials = [*{trial.key: trial for trial in trials}.values()]
+    return of_problems(trials)
 
 
 def frame(rows: Sequence[Row]) -> pandas.DataFrame:
@@ -254,11 +261,11 @@ def _ranked(
     return [[own[id(t)] for t in group] for group in groups], winner and own[id(winner)]
 
 
-def _rank_problem(
-    problem: Problem, trials: Sequence[Trial], environment: Environment | None
-) -> list[Row]:
+def rank_problem(problem: Problem, members: Members, environment: Environment | None) -> list[Row]:
+    """The rows of one problem: see `rank`."""
+    trials = members()
     verdicts = {id(trial): judged(trial) for trial in trials}
-    context = ProblemContext(problem, environment)
+    context = ProblemContext(problem, environment, members)
     for trial in trials:
         if verdicts[id(trial)][0] is Status.OK and (why := context.faster_than_light(trial)):
             verdicts[id(trial)] = Status.DAMAGED, why
@@ -276,7 +283,10 @@ def _rank_problem(
     places += [(t, (None, False, False)) for t in (*below, *rest)]
     statuses = {number: status for number, (status, _) in verdicts.items()}
     context.base = fastest_baseline(trials, statuses, us)
-    return [Row(t, context, us.get(id(t)), verdicts[id(t)], place) for t, place in places]
+    number = {id(trial): number for number, trial in enumerate(trials)}
+    return [
+        Row(t, number[id(t)], context, us.get(id(t)), verdicts[id(t)], place) for t, place in places
+    ]
 
 
 def _all_noisy(trials: Sequence[Trial], ranked: Sequence[Trial]) -> bool:

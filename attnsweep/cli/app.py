@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import itertools
 import json
 import re
-import textwrap
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -309,7 +309,7 @@ def json_texts(data: Any) -> Iterator[str]:
         yield before + empty[:-1]
         number = -1
         for number, each in enumerate(values):
-            yield "," * bool(number) + "\n" + textwrap.indent(text(each), "    ")
+            yield "," * bool(number) + "\n    " + text(each).replace("\n", "\n    ")
         yield "\n  ]" if number >= 0 else "]"
     yield rest
 
@@ -336,5 +336,6 @@ def print_result(lines: Iterable[Text | str], data: Any, json_: bool) -> None:
             console.file.write(text if unicode else re.sub(r"[^\x00-\x7f]", _escaped, text))
         console.file.write("\n")
         return
-    for line in lines:
-        console.print(Text(line) if isinstance(line, str) else line, soft_wrap=True)
+    texts = (Text(line) if isinstance(line, str) else line for line in lines)
+    while several := [*itertools.islice(texts, 100)]:  # each print takes 0.3 ms
+        console.print(Text("\n").join(several), soft_wrap=True)

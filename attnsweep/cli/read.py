@@ -173,14 +173,14 @@ def explain(
     families = discover(kernels)
     with reading(run_):
         read = latest_or(context, run_, results)
-        found = explained(read, config or (), problem, families)
+        told: list[Any] = []  # of each problem while its rows are at hand
+        for each in explained(read, config or (), problem, families):
+            told.append(each.to_json() if json_ else lines(each, console.width))
     warn(read)
     if run_ is None:
         errors.print(Text(f"the latest run: {read.directory}"), soft_wrap=True)
-    shown: list[Text] = []
-    for each in found:
-        shown += [Text()] * bool(shown) + lines(each, console.width)
-    print_result(shown, [each.to_json() for each in found], json_)
+    shown = (line for number, each in enumerate(told) for line in [Text()] * bool(number) + each)
+    print_result(shown, told, json_)
 
 
 @command(READ)

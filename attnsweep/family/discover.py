@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from attnsweep.core.errors import KernelError
@@ -109,20 +109,23 @@ def families_at(path: Path) -> list[Family]:
 
 def row_of_today(families: Mapping[str, Family], row: Trial) -> Trial:
     """A recorded row with its config as Family.of_today says it, if its family is among these."""
-    return next(rows_of_today(families, [row]))
+    return rows_of_today(families)(row)
 
 
-def rows_of_today(families: Mapping[str, Family], rows: Iterable[Trial]) -> Iterator[Trial]:
-    """`row_of_today` of many rows, which share configs."""
-    known: dict[tuple[str, int], tuple[dict[str, Value], dict[str, Value]]] = {}
-    for row in rows:
+def rows_of_today(families: Mapping[str, Family]) -> Callable[[Trial], Trial]:
+    """What makes `row_of_today` of each of many rows, which share configs."""
+    known: dict[tuple[str, int], tuple[dict[str, Value], dict[str, Value] | None]] = {}
+
+    def of_today(row: Trial) -> Trial:
         family = families.get(row.kernel) if row.provider == OURS else None
         if family is None:
-            yield row
-            continue
+            return row
         key = row.kernel, id(row.config)
-        if key not in known:
-            known[key] = row.config, dict(family.of_today(row.config))
-        own = known[key][1]
-        same = [*own.items()] == [*row.config.items()]
-        yield row if same else row.with_(config=own)
+        if key not in known:  # the config is kept, since its id stands for it
+            own = dict(family.of_today(row.config))
+            same = [*own.items()] == [*row.config.items()]
+            known[key] = row.config, None if same else own
+        changed = known[key][1]
+        return row if changed is None else row.with_(config=changed)
+
+    return of_today

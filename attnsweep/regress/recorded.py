@@ -58,8 +58,7 @@ def compare(old: Run, new: Run, *, slower: float, other_driver: bool = False) ->
     slower: the share by which a best candidate may be slower; beyond it, it is a regression.
     other_driver: also compare runs that were measured with different drivers.
     """
-    before = {s.problem: s for s in sections_of(old)}
-    after = {s.problem: s for s in sections_of(new)}
+    before, after = sections_of(old), sections_of(new)
     both = old.environment, new.environment
     known = [environment.machine if environment else {} for environment in both]
 
@@ -70,9 +69,9 @@ def compare(old: Run, new: Run, *, slower: float, other_driver: bool = False) ->
         return control or other_machine(*facts, other_driver=other_driver)
 
     findings = []
-    for problem, section in before.items():
+    for section in before:
         begin_s = time.monotonic()
-        finding = _judge(section, after.get(problem), slower, apart)
+        finding = _judge(section, after.of(section.problem), slower, apart)
         findings.append(replace(finding, took_s=time.monotonic() - begin_s))
     damage = tuple(dict.fromkeys((*old.warnings, *new.warnings)))
     if damage:  # a damaged run proves nothing: its best row may be lost
@@ -86,7 +85,7 @@ def compare(old: Run, new: Run, *, slower: float, other_driver: bool = False) ->
             for finding in findings
         ]
     differing = differences(old.environment, new.environment)
-    added = [problem.label for problem in after if problem not in before]
+    added = [section.problem.label for section in after if before.of(section.problem) is None]
     if added:
         differing.append(f"only the new run has {', '.join(added)}")
     return Comparison(

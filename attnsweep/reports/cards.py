@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attnsweep.core.trial import Trial
 from attnsweep.reports.text import Section, figure
 
 NONE = "–"
@@ -21,18 +20,19 @@ UNKNOWN = (
 )
 
 
-def by_card(trials: Sequence[Trial], sections: Sequence[Section]) -> list[dict[str, Any]]:
+def by_card(sections: Sequence[Section]) -> list[dict[str, Any]]:
     """The cards of a run whose rows name several, as plain data; otherwise none.
 
-    sections: of its report. uuid: hashed, as in rows. over_base: geometric mean over the problems
+    uuid: hashed, as in rows. over_base: geometric mean over the problems
     of the fastest baseline's time over the winner's.
     """
     gpus: dict[str, str] = {}
     on: dict[str, dict[str, None]] = {}
-    for trial in trials:
-        if uuid := trial.machine.get("uuid"):
-            gpus.setdefault(str(uuid), str(trial.machine.get("gpu", "unknown")))
-            on.setdefault(str(uuid), {})[trial.problem.label] = None
+    for section in sections:
+        for row in section.in_order:
+            if uuid := row["machine"].get("uuid"):
+                gpus.setdefault(str(uuid), str(row["machine"].get("gpu", "unknown")))
+                on.setdefault(str(uuid), {})[section.problem.label] = None
     if len(on) < 2:
         return []
     won = {section.problem.label: section.winner for section in sections}

@@ -8,7 +8,7 @@ of two cards differ for many reasons, so only ratios to baselines of the same ro
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.text import Text
@@ -16,12 +16,12 @@ from rich.text import Text
 from attnsweep.choose.baseline_ratio import Base
 from attnsweep.choose.columns import named
 from attnsweep.core.errors import SpecError
-from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Environment
 from attnsweep.family.discover import rows_of_today
 from attnsweep.family.family import Family
 from attnsweep.reports.terminal import aligned, counted, wrap
-from attnsweep.reports.text import Row, Section, baselines_of, by_problem, figure
+from attnsweep.reports.text import Row, Section, Sections, baselines_of, figure
+from attnsweep.store.rows import changed
 from attnsweep.store.run import Run
 
 # Facts of an environment that are reported if they differ, in this order.
@@ -39,37 +39,47 @@ def compare(
     families: what says how configs recorded before a parameter read today; see Param.absent.
     """
     one, other = (_sections(run, families or {}) for run in (first, second))
-    shared = [problem for problem in one if problem in other]
+    pairs, only_first, shared = [], [], set()
+    for section in _won(one):
+        there = other.of(section.problem)
+        if there is None or there.winner is None:
+            only_first.append(section.problem.label)
+        else:
+            pairs.append(_pair(section, there))
+            shared.add(section.problem)
     if not shared:
         raise SpecError(
             "the runs have no timed problem in common",
             where=f"{first.directory}, {second.directory}",
             hint=f"the first has {_some(one)}; the second has {_some(other)}",
         )
-    here, there = _facts(first.environment), _facts(second.environment)
-    names = [n for n in dict.fromkeys((*_FACTS, *here, *there)) if here.get(n) != there.get(n)]
+    both = _facts(first.environment), _facts(second.environment)
+    names = dict.fromkeys((*_FACTS, *both[0], *both[1]))
+    differing = {name: [facts.get(name) for facts in both] for name in names}
     return {
         "first": str(first.directory),
         "second": str(second.directory),
-        "differences": {name: [here.get(name), there.get(name)] for name in names},
-        "problems": [_pair(one[problem], other[problem]) for problem in shared],
-        "only_first": [problem.label for problem in one if problem not in shared],
-        "only_second": [problem.label for problem in other if problem not in shared],
+        "differences": {name: [old, new] for name, (old, new) in differing.items() if old != new},
+        "problems": pairs,
+        "only_first": only_first,
+        "only_second": [s.problem.label for s in _won(other) if s.problem not in shared],
     }
 
 
-def _sections(run: Run, families: Mapping[str, Family]) -> dict[Problem, Section]:
+def _sections(run: Run, families: Mapping[str, Family]) -> Sections:
+    trials = changed(run.trials, rows_of_today(families))
+    return Sections(trials, run.environment, run.spaces, asked=baselines_of(run.spec_text))
+
+
+def _won(sections: Sections) -> Iterator[Section]:
     """The problems that have a winner."""
-    trials = [*rows_of_today(families, run.trials)]
-    asked = baselines_of(run.spec_text)
-    sections = by_problem(trials, run.environment, run.spaces, asked=asked)
-    return {each.problem: each for each in sections if each.winner is not None}
+    return (section for section in sections if section.winner is not None)
 
 
 def _pair(one: Section, other: Section) -> dict[str, Any]:
     """One problem in both runs. agree: each winner is in the other's tie for the first place."""
     first, second = _side(one, other.winner), _side(other, one.winner)
-    same = _key(one.winner) == _key(other.winner)
+    same = _same(one.winner, other.winner)
     shared = [name for name in first["baselines_us"] if name in second["baselines_us"]]
     return {
         "problem": one.problem.label,
@@ -99,9 +109,9 @@ def _side(section: Section, others: Row | None) -> dict[str, Any]:
     others_winner_ratio: how many times as long as the winner the other run's winner takes here;
     None if it has no ranked row.
     """
-    winner, key = section.winner, _key(others)
+    winner = section.winner
     assert winner is not None
-    there = next((row for row in section.ranked if _key(row) == key), None)
+    there = next((row for row in section.ranked if _same(row, others)), None)
     us = float(winner["time_us"])
     return {
         "kernel": winner["kernel"],
@@ -115,12 +125,16 @@ def _side(section: Section, others: Row | None) -> dict[str, Any]:
     }
 
 
-def _key(row: Row | None) -> tuple[object, ...]:
-    return () if row is None else (row["kernel"], *sorted(row["trial"].config.items()))
+def _same(row: Row | None, other: Row | None) -> bool:
+    """Whether two rows are of one config of one family."""
+    if row is None or other is None:
+        return row is other
+    alike = row["kernel"] == other["kernel"]
+    return alike and bool(row["trial"].config == other["trial"].config)
 
 
-def _some(sections: Mapping[Problem, Section]) -> str:
-    labels = [problem.label for problem in sections]
+def _some(sections: Sections) -> str:
+    labels = [section.problem.label for section in _won(sections)]
     more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
     return (", ".join(labels[:3]) + more) or "none"
 

@@ -5,8 +5,9 @@ Needs no GPU and no CUDA. Times are microseconds of one call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 from rich.text import Text
@@ -152,28 +153,28 @@ def explain(
     given: Sequence[str],
     problem: str | None,
     kernels: Mapping[str, Family],
-) -> list[ConfigExplanation]:
-    """One explanation for each problem of the run, or only for `problem`.
+) -> Iterator[ConfigExplanation]:
+    """An explanation for each problem of the run, or only for `problem`, as it is asked for.
 
     given: words that name a candidate: `NAME=value` (a parameter, an axis of variants, or
     `kernel`), a family, or the values that tables print, `128/1/2`; without any, the winner. Of
     several rows that fit, the first in the ranking is explained. kernels: today's families, whose
     rules say why a config was no candidate. Raises SpecError for an unknown name, value or problem.
     """
-    sections = sections_of(run)
+    sections: Sequence[Section] = sections_of(run)
     if problem is not None:
         sections = [_of_problem(sections, problem)]
     recorded = outputs.read(run.directory)
     spec = kernels_of(run.spec_text)
-    found, error = [], None
+    found, error = False, None
     for section in sections:
         try:
-            found.append(_explain(section, _words(given, section), kernels, spec, recorded))
+            yield _explain(section, _words(given, section), kernels, spec, recorded)
+            found = True
         except SpecError as wrong:
             error = error or wrong
     if not found and error is not None:
         raise error
-    return found
 
 
 def _of_problem(sections: Sequence[Section], text: str) -> Section:
@@ -288,11 +289,11 @@ def _explain(
     spec: Mapping[str, Any],
     recorded: Sequence[Mapping[str, Any]],
 ) -> ConfigExplanation:
-    fitting = [
-        row for row in section.candidates if wanted.items() <= chosen_by(row["trial"]).items()
-    ]
     if not wanted and section.winner is not None:
         fitting = [section.winner]
+    else:
+        rows, asked = section.candidates, wanted.items()
+        fitting = [row for row in rows if asked <= chosen_by(row["trial"]).items()]
     row = fitting[0] if fitting else None
     if row is None:
         if not section.candidates:
@@ -415,15 +416,15 @@ def _neighbours(
 
     modes: parameters that no rule of the family reads.
     """
-    by_config = {_frozen(r["trial"].config): r for r in rows}
+    configs = [row["trial"].config for row in rows]
+    by_config = {_frozen(each): row for each, row in zip(configs, rows, strict=True)}
     own = row["trial"].screened_us if row is not None else None
     out = []
     for name, mine in config.items():
         seen = {value_text(v): v for v in named_values.get(name, ())}
-        for other in rows:
-            value = other["trial"].config.get(name)
-            if value is not None:
-                seen.setdefault(value_text(value), value)
+        values = (each[name] for each in configs if each.get(name) is not None)
+        for value in dict.fromkeys(values):
+            seen.setdefault(value_text(value), value)
         for text, value in sorted(seen.items(), key=lambda item: in_order(item[1])):
             if text == value_text(mine):
                 continue
@@ -442,7 +443,13 @@ def _neighbours(
 
 
 def _frozen(config: Mapping[str, Value]) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((name, value_text(value)) for name, value in config.items()))
+    return _in_order(tuple(config.items()))
+
+
+@lru_cache(maxsize=2**14)
+def _in_order(settings: tuple[tuple[str, Value], ...]) -> tuple[tuple[str, str], ...]:
+    """The settings as -D writes them, by name. Problems of a run share configs."""
+    return tuple(sorted((name, value_text(value)) for name, value in settings))
 
 
 def _counters(

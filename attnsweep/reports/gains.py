@@ -27,13 +27,13 @@ def gains(sections: Sequence[Section], spec_text: str | None) -> dict[str, Any] 
     problems without a baseline's time.
     """
     calls, unserved = _calls_of(spec_text)
+    if not calls:
+        return None
     known = {section.problem: section for section in sections}
     each = [_gain(problem, count, known.get(problem)) for problem, count in calls.items()]
     timed = [one for one in each if one["baseline_us"] is not None]
     served = sum(one["calls"] for one in timed)
     whole = sum(one["calls"] for one in (*each, *unserved))
-    if not each:
-        return None
     return {
         "problems": each,
         "calls": served,

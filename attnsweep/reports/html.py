@@ -11,14 +11,12 @@ import base64
 import subprocess
 import sys
 import zlib
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
-from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +123,6 @@ def render(run: Run, *, top: int = 10, target_us: float | None = None) -> str:
     """The page's text; the same run gives the same text."""
     jinja2 = _jinja()
     sections = texts.sections_of(run)
-    # The families of the ladder in the spec's order, then others as they appear.
-    there = dict.fromkeys(t.kernel for t in run.trials if t.provider == OURS)
-    rungs = [name for name in {**texts.kernels_of(run.spec_text), **there} if name in there]
     per_problem = max(1, min(top, _MAX_ROWS // max(1, len(sections)) - 8))
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(ASSETS),
@@ -137,12 +132,26 @@ def render(run: Run, *, top: int = 10, target_us: float | None = None) -> str:
         undefined=jinja2.StrictUndefined,
     )
     one = templates.get_template("problem.html")
+    # The families of the ladder in the spec's order, then others as they appear.
+    families = dict.fromkeys(texts.kernels_of(run.spec_text), False)
+    problems: list[dict[str, Any]] = []
+
+    def each() -> Iterator[Section]:
+        """The sections; each is told as soon as its data are, while its rows are at hand."""
+        for section in sections:
+            yield section
+            there = (row["kernel"] for row in section.in_order if not row["baseline"])
+            families.update(dict.fromkeys(there, True))
+            problems.append(_problem(section, per_problem, [*families], target_us))
+
     with ThreadPoolExecutor(2) as beside:  # zlib leaves the interpreter to the rest of this
         plots = beside.submit(_library)
         pack = zlib.compressobj(6, wbits=31)  # 9 takes four times as long for 8 % less
-        data = _json(data_of(sections, run.spec_text, run.trials))
+        data = _json(data_of(each(), run.spec_text))
         packed = beside.submit(pack.compress, b'{"run":' + data)
-        problems = [_problem(section, per_problem, rungs, target_us) for section in sections]
+        rungs = [name for name, tried in families.items() if tried]
+        ladder = {"is_ladder": all(name.startswith("ladder_") for name in rungs[1:])}
+        problems = [problem | ladder for problem in problems]
         later = [one.render(p=p, index=i) for i, p in enumerate(problems) if i >= _INLINE]
         rest = packed.result() + pack.compress(b',"problems":' + _json(later) + b"}")
     page: str = templates.get_template("page.html").render(
@@ -236,7 +245,6 @@ def _problem(
         "candidates": len(section.candidates),
         "reasons": _reasons(section),
         "ladder": _ladder(section, rungs, target_us),
-        "is_ladder": all(name.startswith("ladder_") for name in rungs[1:]),
         "ruled_out": _ruled_out(section),
     }
 
@@ -405,58 +413,56 @@ def reason_of(row: Row) -> str:
     return texts.first_line(row["detail"])[:_REASON_LENGTH]
 
 
-def data_of(
-    sections: Sequence[Section], spec_text: str | None = None, in_order: Sequence[Trial] = ()
-) -> dict[str, Any]:
+Settings = Mapping[str, Value]
+
+
+def data_of(sections: Iterable[Section], spec_text: str | None = None) -> dict[str, Any]:
     """The run for the page's script: every candidate as one short array.
 
-    in_order: the rows as they were tried. The axes of a spec's variants are parameters too, with
-    the name of the variant as value. trials:
+    The axes of a spec's variants are parameters too, with the name of the variant as value. trials:
     [problem, kernel, status, µs or null, index of its reason or null, [value of each parameter]];
-    the first three are indices too.
+    the first three are indices too. Sections are taken once, one after another.
     """
     families = texts.kernels_of(spec_text)
     kernels: dict[str, dict[str, None]] = {}
     last: dict[str, tuple[str, ...]] = {}
     statuses: dict[str, int] = {}
     reasons: dict[str, int] = {}
-    for section in sections:
-        for row in section.candidates:
-            trial = row["trial"]
-            if (names := (*trial.variant, *trial.config)) != last.get(row["kernel"]):
-                kernels.setdefault(row["kernel"], {}).update(dict.fromkeys(names))
-                last[row["kernel"]] = names
-    number = {kernel: index for index, kernel in enumerate(kernels)}
-    trials = []
-    known: dict[tuple[str, int, int], list[Value | None]] = {}  # rows share equal configs
+    problems, trials = [], []
+    # Rows share equal configs, and a family's parameters are known after its last row.
+    known: dict[tuple[str, int, int], tuple[Settings, Settings, list[Value | None]]] = {}
     for index, section in enumerate(sections):
         for row in section.candidates:
             trial, kernel, reason = row["trial"], row["kernel"], reason_of(row)
+            if (names := (*trial.variant, *trial.config)) != last.get(kernel):
+                kernels.setdefault(kernel, {}).update(dict.fromkeys(names))
+                last[kernel] = names
             key = (kernel, id(trial.variant), id(trial.config))
-            if (values := known.get(key)) is None:
-                own = {**trial.variant, **trial.config}
-                values = known[key] = [
-                    value_text(value) if (value := own.get(name)).__class__ is bool else value
-                    for name in kernels[kernel]
-                ]
+            if key not in known:
+                known[key] = trial.variant, trial.config, []
             trials.append(
                 [
                     index,
-                    number[kernel],
+                    kernel,
                     statuses.setdefault(row["status"], len(statuses)),
                     short(row["time_us"]) if row["rank"] else None,
                     reasons.setdefault(reason, len(reasons)) if reason else None,
-                    values,
+                    known[key][-1],
                 ]
             )
-    of_problem: dict[Problem, list[Trial]] = defaultdict(list)
-    for problem, alike in groupby(in_order, attrgetter("problem")):
-        of_problem[problem] += alike
+        in_order = [row["trial"] for row in section.in_order]
+        problems.append(_drawn(section, families) | {"search": best_so_far(in_order)})
+    for (kernel, *_), (variant, config, values) in known.items():
+        own = {**variant, **config}
+        values += [
+            value_text(value) if (value := own.get(name)).__class__ is bool else value
+            for name in kernels[kernel]
+        ]
+    number = {kernel: index for index, kernel in enumerate(kernels)}
+    for each in trials:
+        each[1] = number[each[1]]
     return {
-        "problems": [
-            _drawn(section, families) | {"search": best_so_far(of_problem[section.problem])}
-            for section in sections
-        ],
+        "problems": problems,
         "kernels": [{"name": name, "params": [*params]} for name, params in kernels.items()],
         "statuses": [*statuses],
         "reasons": [*reasons],

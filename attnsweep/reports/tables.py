@@ -17,7 +17,7 @@ from rich.text import Text
 
 from attnsweep.choose.columns import named, value_text
 from attnsweep.choose.ranking import frame
-from attnsweep.core.trial import OURS, Environment, Trial
+from attnsweep.core.trial import Environment, Trial
 from attnsweep.reports import cards, gains
 from attnsweep.reports import text as texts
 from attnsweep.reports.terminal import GLUE, aligned, counted, cut, wrap
@@ -87,12 +87,12 @@ def print_run(run: Run, console: Console, *, top: int = 10) -> None:
     csv = run.directory / "ranking.csv"
     more = f"all of them: {csv}" if csv.is_file() else "--top shows more of them, --json all"
     sections, width = sections_of(run), console.width
-    _print(console, _wrapped(f"{run.directory}: {rows_of(run)}", width, "dim"))
+    _print(console, _wrapped(f"{run.directory}: {rows_of(sections)}", width, "dim"))
     for section in sections:
         _print(console, [*terminal(section, width, top, more), ("", "")])
     if len(sections) > 1:
         _print(console, _summary(sections, width))
-    if several := _of_cards(run, sections, width):
+    if several := _of_cards(sections, width):
         _print(console, [("", ""), *several])
     if found := gains.gains(sections, run.spec_text):
         _print(console, _of_gains(found, width))
@@ -100,9 +100,9 @@ def print_run(run: Run, console: Console, *, top: int = 10) -> None:
         _print(console, _wrapped(LEGEND, width, "dim"))
 
 
-def _of_cards(run: Run, sections: Sequence[Section], width: int) -> list[Line]:
+def _of_cards(sections: Sequence[Section], width: int) -> list[Line]:
     """A line for each card of a run of several."""
-    several = cards.by_card(run.trials, sections)
+    several = cards.by_card(sections)
     lines = _columns(cards.table(several), cards.ALIGN, width, (4, 2))
     return [*lines, *_wrapped(cards.UNKNOWN, width)] if several else []
 
@@ -118,14 +118,14 @@ def _of_gains(found: dict[str, Any], width: int) -> list[Line]:
 
 def ranked_rows(trials: Sequence[Trial], environment: Environment) -> list[dict[str, Any]]:
     """One problem's three best rows and its baselines as plain data."""
-    (section,) = texts.by_problem(trials, environment)
+    (section,) = texts.Sections(trials, environment)
     return [_json_row(row) for row in section.shown(3)]
 
 
-def rows_of(run: Run) -> str:
+def rows_of(sections: Sequence[Section]) -> str:
     """`99 candidates, 5 baselines`: the rows of a run."""
-    of = Counter(trial.provider == OURS for trial in run.trials)
-    return f"{counted(of[True], 'candidate')}, {counted(of[False], 'baseline')}"
+    of = Counter(row["baseline"] for section in sections for row in section.rows)
+    return f"{counted(of[False], 'candidate')}, {counted(of[True], 'baseline')}"
 
 
 def files(run: Run) -> dict[str, str]:
@@ -160,7 +160,7 @@ def json_parts(run: Run) -> dict[str, Any]:
     """As `to_json`, with an iterator of problems, so that a large run's are not all in memory."""
     sections = sections_of(run)
     found = gains.gains(sections, run.spec_text)
-    several = cards.by_card(run.trials, sections)
+    several = cards.by_card(sections)
     return {
         "run": str(run.directory),
         "environment": run.environment.model_dump(mode="json") if run.environment else None,
@@ -397,8 +397,7 @@ def to_markdown(sections: Sequence[Section], spec_text: str | None = None) -> st
         first, *rest = map(_escaped, gains.sentences(found))
         out += ["## Gain of the program", "", *_pipes(gains.table(found), gains.ALIGN), ""]
         out += [first, "", *(f"- {line.strip()}" for line in rest), ""]
-    trials = [row["trial"] for section in sections for row in section.rows]
-    if several := cards.by_card(trials, sections):
+    if several := cards.by_card(sections):
         out += ["## Cards", "", *_pipes(cards.table(several), cards.ALIGN), "", cards.UNKNOWN, ""]
     for section in sections:
         label, *facts = heading(section)
@@ -529,9 +528,9 @@ def _lines(
         yield from ((cut(line, width), "yellow") for line in warned)
         marks = dict.fromkeys(line for s in sections for line in texts.recorded_lines(s))
         yield from ((cut(line, width), "dim") for line in marks)
-    yield from _of_cards(run, sections, width)
+    yield from _of_cards(sections, width)
     more = "--full: all of them" if few else "tables: --full, report --problem SHAPE"
-    yield from _wrapped(f"{rows_of(run)}: {run.directory} ({more})", width, "dim")
+    yield from _wrapped(f"{rows_of(sections)}: {run.directory} ({more})", width, "dim")
 
 
 def _brief(section: Section, width: int, top: int) -> Iterator[Line]:
@@ -579,7 +578,7 @@ def _brief_rows(
 
 def first_rows(trials: Sequence[Trial], environment: Environment, width: int) -> list[Line]:
     """The table of one problem's best rows and its baselines; nothing if none is ranked."""
-    (section,) = texts.by_problem(trials, environment)
+    (section,) = texts.Sections(trials, environment)
     shown = section.shown(TOP)
     return list(_brief_rows(section, shown, width, marked=True)) if shown else []
 

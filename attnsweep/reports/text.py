@@ -11,14 +11,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import yaml
 
 from attnsweep.choose.baseline_ratio import below_ranking, fastest_round
 from attnsweep.choose.columns import Row as Row
 from attnsweep.choose.columns import bounds_of, frontier, light_text, named
-from attnsweep.choose.ranking import ranked
+from attnsweep.choose.ranking import members_of, rank_problem
 from attnsweep.core.errors import errors_of
 from attnsweep.core.long_problems import shorter_of
 from attnsweep.core.problem import Problem
@@ -89,6 +89,11 @@ class Section:
         """The rows with a rank, best first."""
         return [row for row in self.rows if row["rank"]]
 
+    @property
+    def in_order(self) -> list[Row]:
+        """The rows in the order of the run."""
+        return sorted(self.rows, key=lambda row: row.number)
+
     def shown(self, top: int) -> list[Row]:
         """The table's rows: the best `top`, each family's best, baselines; those below it last."""
         best = [row for row in self.ranked if not row["baseline"]][:top]
@@ -121,31 +126,57 @@ class Section:
         return varied
 
 
-def by_problem(
-    trials: Sequence[Trial],
-    environment: Environment | None,
-    spaces: Sequence[Mapping[str, Any]] = (),
-    *,
-    distinct: bool = False,
-    asked: Sequence[str] = (),
-) -> list[Section]:
-    """The ranked problems of these rows. spaces: those of their Run. distinct: see `ranked`.
+class Sections(Sequence[Section]):
+    """The problems of some rows, in order of first appearance. Each is ranked when it is asked for.
 
-    asked: the baselines of its spec.
+    So a large run's rows, which are read when they are asked for, need not be read twice.
     """
-    of: dict[object, list[Mapping[str, Any]]] = {}
-    for facts in spaces:
-        of.setdefault(facts.get("problem"), []).append(facts)
-    return [
-        Section(rows[0]["trial"].problem, rows, environment, of.get(rows[0]["problem"], ()), asked)
-        for rows in ranked(trials, environment, distinct=distinct)
-    ]
+
+    def __init__(
+        self,
+        trials: Sequence[Trial],
+        environment: Environment | None,
+        spaces: Sequence[Mapping[str, Any]] = (),
+        *,
+        distinct: bool = False,
+        asked: Sequence[str] = (),
+    ) -> None:
+        """spaces: those of their Run. distinct: see `ranked`. asked: the baselines of its spec."""
+        self._members = members_of(trials, distinct=distinct)
+        self._problems, self._made = [*self._members], dict[Problem, Section]()
+        self._environment, self._asked = environment, asked
+        self._spaces: dict[object, list[Mapping[str, Any]]] = {}
+        for facts in spaces:
+            self._spaces.setdefault(facts.get("problem"), []).append(facts)
+
+    def of(self, problem: Problem) -> Section | None:
+        """The section of a problem; None if no row is of it."""
+        if problem in self._made or problem not in self._members:
+            return self._made.get(problem)
+        rows = rank_problem(problem, self._members[problem], self._environment)
+        spaces = self._spaces.get(problem.label, ())
+        section = Section(problem, rows, self._environment, spaces, self._asked)
+        return self._made.setdefault(problem, section)
+
+    def __len__(self) -> int:
+        return len(self._problems)
+
+    @overload
+    def __getitem__(self, number: int) -> Section: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Section]: ...
+    def __getitem__(self, number: int | slice) -> Section | list[Section]:
+        if isinstance(number, slice):
+            return [self[each] for each in range(len(self))[number]]
+        section = self.of(self._problems[number])
+        assert section is not None
+        return section
 
 
-def sections_of(run: Run) -> list[Section]:
+def sections_of(run: Run) -> Sections:
     """The ranked problems of a run."""
     asked = baselines_of(run.spec_text)
-    return by_problem(run.trials, run.environment, run.spaces, distinct=True, asked=asked)
+    return Sections(run.trials, run.environment, run.spaces, distinct=True, asked=asked)
 
 
 def baselines_of(spec_text: str | None) -> tuple[str, ...]:

@@ -307,9 +307,13 @@ def _portfolio(
 
 def _of_calls(run: Run) -> bool:
     """Whether the right candidates of a run are calls of the user's, and none is a template."""
-    own = [trial for trial in run.trials if trial.provider == OURS]
-    right = [trial for trial in own if trial.status is Status.OK]
-    return any(trial.call for trial in own) and all(trial.call for trial in right)
+    called = False
+    for trial in run.trials:
+        if trial.provider == OURS:
+            if trial.status is Status.OK and not trial.call:
+                return False
+            called = called or bool(trial.call)
+    return called
 
 
 def use_of(run: Run, sections: Sequence[Section]) -> str | None:

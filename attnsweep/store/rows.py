@@ -1,60 +1,116 @@
-"""Rows as lines of JSON: how they are written, and what is read of any line."""
+"""Rows as lines of JSON: how they are written, and what is read of any line.
+
+`RowReader` reads a line in a fifth of the time that pydantic takes, which reads the lines that are
+not as most are. `StoredRows` are those of a large file: each is read when it is asked for.
+"""
 
 from __future__ import annotations
 
-import marshal
 import re
-from collections.abc import Iterable
+import weakref
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from sys import intern
+from typing import Any, BinaryIO, get_args, overload
 
-from pydantic import ValidationError
+import msgspec
+from msgspec.structs import asdict
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from attnsweep.core.errors import AttnsweepError
 from attnsweep.core.files import utf8
-from attnsweep.core.trial import OURS, Status, Trial, odd_time, unsound
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import OURS, Status, Trial, key_of, odd_time, unsound
 
 # Without a limit, a foreign file would give one warning per line.
 MAX_WARNINGS = 20
+KEPT = 10_000
+"""Rows of a file that are all kept as they are read; of a larger one, those of some problems."""
+
+Key = tuple[object, ...]
 
 
-def parse_trials(
-    lines: Iterable[bytes], path: Path
-) -> tuple[dict[tuple[object, ...], Trial], list[str], int]:
+class Warnings:
+    """What was wrong with the lines of a file: lines that are no row, rows that cannot be so."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._skipped = path, list[str]()
+        self._odd: dict[Key, str] = {}
+
+    def skipped(self, number: int, line: bytes, why: str) -> None:
+        """Note a line that is no row."""
+        if line.endswith(b"\n"):
+            said = f"skipped, not a trial: {why}"
+        else:
+            said = "dropped the incomplete last line (its run was killed, or is still writing)"
+        self._skipped.append(f"{self._path}:{number}: {said}")
+
+    def read(self, number: int, key: Key, trial: Trial) -> None:
+        """Note the impossible fact of a row, or that this row replaces one that had such."""
+        if (why := _odd(trial)) is not None:
+            self._odd[key] = f"{self._path}:{number}: {why}"
+        elif self._odd:
+            self._odd.pop(key, None)
+
+    def texts(self) -> list[str]:
+        """The first warnings, and how many more there are."""
+        texts = [*self._skipped, *self._odd.values()]
+        if len(texts) > MAX_WARNINGS:
+            rest = len(texts) - MAX_WARNINGS
+            texts = [*texts[:MAX_WARNINGS], f"{self._path}: and {rest} more lines like these"]
+        return texts
+
+
+def parse_trials(lines: Iterable[bytes], path: Path) -> tuple[dict[Key, Trial], list[str], int]:
     """Trials by key, warnings, and the number of whole rows, including replaced ones."""
-    trials: dict[tuple[object, ...], Trial] = {}
-    warnings: list[str] = []
-    odd: dict[object, str] = {}
-    rows, known = 0, dict[object, Any]()
+    trials: dict[Key, Trial] = {}
+    reader, warnings, rows = RowReader(), Warnings(path), 0
+    for key, facts, _ in _parsed(lines, reader, warnings):
+        trials[key] = reader.made(facts)
+        rows += 1
+    return trials, warnings.texts(), rows
+
+
+def read_rows(file: BinaryIO, path: Path) -> tuple[Sequence[Trial], list[str]]:
+    """The rows of a file, and warnings; of a large one StoredRows, which go on reading it.
+
+    The file is closed when nothing reads it any more.
+    """
+    reader, warnings = RowReader(), Warnings(path)
+    weakref.finalize(reader, file.close)
+    places: dict[Key, int] = {}
+    trials: dict[Key, Trial] | None = {}
+    for key, facts, place in _parsed(file, reader, warnings):
+        places[key] = place
+        if trials is not None:
+            trials[key] = reader.made(facts)
+            trials = None if len(trials) > KEPT else trials
+    if trials is not None:
+        return list(trials.values()), warnings.texts()
+    return StoredRows.of_keys(file, reader, places), warnings.texts()
+
+
+def _parsed(
+    lines: Iterable[bytes], reader: RowReader, warnings: Warnings
+) -> Iterator[tuple[Key, Any, int]]:
+    """The key of each row, what the reader makes it of, and where its line begins."""
+    begin = 0
     for number, line in enumerate(lines, start=1):
+        place, begin = begin, begin + len(line)
         if line.isspace():
             continue
-        parsed = _parse_row(line)
-        if isinstance(parsed, Trial):
-            share(parsed, known)
-            config = parsed.config  # one that rows share is put in order once
-            if (settings := known.get(id(config))) is None:
-                settings = known[id(config)] = parsed.key[-1]
-            key = (parsed.problem, parsed.provider, parsed.kernel, settings)
-            trials[key] = parsed
-            rows += 1
-            if (why := _odd(parsed)) is not None:
-                odd[key] = f"{path}:{number}: {why}"
-            elif odd:
-                odd.pop(key, None)
-        elif not line.endswith(b"\n"):
-            warnings.append(
-                f"{path}:{number}: dropped the incomplete last line "
-                "(its run was killed, or is still writing)"
-            )
-        else:
-            warnings.append(f"{path}:{number}: skipped, not a trial: {parsed}")
-    warnings += odd.values()
-    if len(warnings) > MAX_WARNINGS:
-        rest = len(warnings) - MAX_WARNINGS
-        warnings = [*warnings[:MAX_WARNINGS], f"{path}: and {rest} more lines like these"]
-    return trials, warnings, rows
+        facts = reader.facts(line)
+        if isinstance(facts, str):
+            warnings.skipped(number, line, facts)
+            continue
+        key = reader.key(facts)
+        warnings.read(number, key, facts)
+        yield key, facts, place
 
 
 def _odd(trial: Trial) -> str | None:
@@ -67,39 +123,6 @@ def _odd(trial: Trial) -> str | None:
     return why and f"not ranked: {name} on {trial.problem.label} {why}"
 
 
-# In recorded runs, only 0.1 to 27 % of the values of these fields are distinct.
-_SHARED = ("config", "variant", "schedule", "conditions", "machine", "stages_us", "once_us", "race")
-_OWN = _SHARED[-3:]  # which are of one row, unless they are empty
-
-
-def share(trial: Trial, known: dict[object, Any]) -> None:
-    """Give the row the values that a row before it had: so it takes a fourth of the memory.
-
-    known: these values, by their bytes. Rows are frozen, and nobody changes what they hold.
-    """
-    row, accuracy, used = trial.__dict__, trial.accuracy, trial.resources
-    empty, set_in_frozen = known.setdefault(dict, {}), object.__setattr__
-    for name in _SHARED:
-        if not (value := row[name]):
-            row[name] = empty
-        elif name not in _OWN:  # version 2 writes equal values as equal bytes
-            row[name] = known.setdefault(marshal.dumps(value, 2), value)
-    if used is not None and not used.model_extra:
-        row["resources"] = known.setdefault(marshal.dumps([used.__dict__], 2), used)
-    if accuracy is not None:
-        shares, case = accuracy.shares, accuracy.case
-        accuracy.__dict__["shares"] = known.setdefault(marshal.dumps(shares, 2), shares)
-        accuracy.__dict__["case"] = known.setdefault(case, case)
-    if (time := trial.time_us) is not None and not (time.rounds or time.discarded):
-        time.__dict__.update(rounds=known.setdefault(list, []), discarded=known[list])
-    for part in (trial, trial.time_us, accuracy):
-        if part is not None:  # nobody asks which fields a line had, whose names take 2 kB
-            names = known.setdefault(type(part), part.__pydantic_fields_set__)
-            set_in_frozen(part, "__pydantic_fields_set__", names)
-            if not part.__pydantic_extra__:
-                set_in_frozen(part, "__pydantic_extra__", empty)
-
-
 _CONTROL = re.compile(rb"\\u00(?:0[1-8b-f]|1[0-9a-f]|7f|[89][0-9a-f])|\x7f|\xc2[\x80-\x9f]", re.I)
 
 
@@ -109,14 +132,149 @@ def _printable(data: bytes) -> bytes:
     return _CONTROL.sub(rb"\\ufffd", data) if odd else data
 
 
-def _parse_row(line: bytes) -> Trial | str:
-    """The Trial in one line, or the reason why there is none."""
-    try:
-        return Trial.model_validate_json(_printable(line))
-    except ValidationError as error:
-        return _first(error)
-    except AttnsweepError as error:
-        return error.what
+# -- one row --------------------------------------------------------------------------------
+
+# Fields whose values many rows have: in recorded runs, 0.1 to 27 % of them are distinct.
+_SHARED = ("problem", "config", "variant", "schedule", "conditions", "machine", "resources")
+# Most names of facts of other versions that a file's lines are read quickly with.
+_MOST_EXTRA = 40
+_set = object.__setattr__  # the models are frozen
+Known = dict[str, dict[bytes, Any]]
+"""The values of shared fields, by the field and the JSON that was read as them."""
+
+
+class RowReader:
+    """Reads lines of one file. Rows share equal values: they are frozen, and nobody changes them.
+
+    msgspec reads a line as a struct of the fields that Trial declares, and takes no line that
+    pydantic would not take, or would read as something else. A line with facts of another version
+    is one that pydantic reads; from then on their names are known.
+    """
+
+    def __init__(self) -> None:
+        self._known: Known = {name: {} for name in _SHARED}
+        self._extra: dict[type[BaseModel], dict[str, None]] = {}
+        self._settings: dict[int, object] = {}
+        self._learn(Trial, ())
+
+    def row(self, line: bytes) -> Trial | str:
+        """The Trial in one line, or the reason why there is none."""
+        facts = self.facts(line)
+        return facts if isinstance(facts, str) else self.made(facts)
+
+    def facts(self, line: bytes) -> Any:
+        """A Trial or a struct with the same fields, of which `made` makes one; or the reason."""
+        line = _printable(line)
+        try:
+            return self._fields.resolved(self._decoder.decode(line))
+        except (msgspec.MsgspecError, ValueError, AttnsweepError):
+            return self._as_pydantic_does(line)
+
+    def made(self, facts: Any) -> Trial:
+        """The Trial of a line's facts."""
+        trial: Trial = facts if isinstance(facts, Trial) else self._fields.made(facts)
+        return trial
+
+    def key(self, facts: Any) -> Key:
+        """Trial.key, which is worked out once for rows that share a config."""
+        config = facts.config
+        settings = self._settings.get(id(config))
+        if settings is None:
+            *_, settings = key_of(facts.problem, facts.provider, facts.kernel, config)
+            self._settings[id(config)] = settings
+        return facts.problem, intern(facts.provider), intern(facts.kernel), settings
+
+    def _as_pydantic_does(self, line: bytes) -> Trial | str:
+        try:
+            trial = Trial.model_validate_json(line)
+        except ValidationError as error:
+            return _first(error)
+        except AttnsweepError as error:
+            return error.what
+        for part in (trial, *(each for each in trial.__dict__.values() if _is_model(type(each)))):
+            self._learn(type(part), part.model_extra or ())
+        for name in ("config", "variant"):  # their ids stand for them, so they have to stay
+            value = getattr(trial, name)
+            trial.__dict__[name] = self._known[name].setdefault(to_json(value), value)
+        return trial
+
+    def _learn(self, model: type[BaseModel], names: Iterable[str]) -> None:
+        """Read a model's objects with these names of facts, too."""
+        known = self._extra.setdefault(model, {})
+        new = [name for name in names if name not in known]
+        if len(known) + len(new) <= _MOST_EXTRA and (new or (model is Trial and not known)):
+            known |= dict.fromkeys(new)
+            self._fields = _Fields(Trial, self._extra, self._known)
+            self._decoder = msgspec.json.Decoder(self._fields.struct)
+
+
+class _Fields:
+    """The fields of a model as a struct of msgspec, from which objects of the model are made.
+
+    extra: names of facts that the model keeps, and does not declare. known: the values of shared
+    fields by their JSON, which is what the struct has of them.
+    """
+
+    def __init__(
+        self,
+        model: type[BaseModel],
+        extra: Mapping[type[BaseModel], Iterable[str]],
+        known: Known,
+    ) -> None:
+        self._model, self._extra = model, [*extra.get(model, ())]
+        self._names = set(model.model_fields)
+        self._parts: dict[str, _Fields] = {}
+        self._shared: dict[str, tuple[dict[bytes, Any], TypeAdapter[Any], Any]] = {}
+        fields: list[tuple[str, Any, Any]] = []
+        for name, field in model.model_fields.items():
+            kind: Any = field.annotation
+            default: Any = msgspec.NODEFAULT
+            if not field.is_required():
+                default = field.get_default(call_default_factory=True)
+            inner = next(filter(_is_model, (kind, *get_args(kind))), None)
+            if model is Trial and name in _SHARED:
+                self._shared[name] = known[name], TypeAdapter(kind), default
+                kind = msgspec.Raw
+                default = default if field.is_required() else msgspec.Raw()
+            elif inner is not None:
+                part = self._parts[name] = _Fields(inner, extra, known)
+                kind = part.struct | None
+            fields.append((name, kind, default))
+        fields += [(name, Any, msgspec.UNSET) for name in self._extra]
+        options: Any = {"kw_only": True, "forbid_unknown_fields": True, "gc": False}
+        self.struct: Any = msgspec.defstruct(f"_{model.__name__}", fields, **options)
+
+    def resolved(self, struct: Any) -> Any:
+        """The struct with the values of shared fields. Raises ValidationError if one cannot be."""
+        for name, (known, adapter, default) in self._shared.items():
+            json = bytes(getattr(struct, name))
+            try:
+                value = known[json]
+            except KeyError:
+                value = known[json] = adapter.validate_json(json) if json else default
+            setattr(struct, name, value)
+        return struct
+
+    def made(self, struct: Any) -> Any:
+        """The object of a struct."""
+        facts = asdict(struct)
+        for name, part in self._parts.items():
+            if facts[name] is not None:
+                facts[name] = part.made(facts[name])
+        extra = {}
+        for name in self._extra:
+            if (value := facts.pop(name)) is not msgspec.UNSET:
+                extra[name] = value
+        row = self._model.__new__(self._model)
+        _set(row, "__dict__", facts)
+        _set(row, "__pydantic_fields_set__", self._names)  # nobody asks which a line had
+        _set(row, "__pydantic_extra__", extra)
+        _set(row, "__pydantic_private__", None)
+        return row
+
+
+def _is_model(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def row_bytes(trial: Trial) -> bytes:
@@ -132,3 +290,105 @@ def _first(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(map(str, first["loc"]))
     return f"{place}: {first['msg']}" if place else first["msg"]
+
+
+# -- many rows ------------------------------------------------------------------------------
+
+
+class StoredRows(Sequence[Trial]):
+    """The rows of a large file in order of first appearance, each read when it is asked for.
+
+    Those of the problems that were asked for last are kept, up to KEPT rows. The file stays open,
+    so its rows stay what they were, whatever becomes of its name.
+    """
+
+    def __init__(
+        self,
+        file: BinaryIO,
+        reader: RowReader,
+        places: Mapping[Problem, array[int]],
+        in_order: array[int],
+        change: Callable[[Trial], Trial] | None = None,
+    ) -> None:
+        """places, in_order: where the lines of a problem, and of all rows, begin."""
+        self._file, self._reader, self._change = file, reader, change
+        self._places, self._in_order = places, in_order
+        self._kept: dict[Problem, list[Trial]] = {}
+        self._last: tuple[Problem | None, list[Trial]] = None, []
+
+    @classmethod
+    def of_keys(cls, file: BinaryIO, reader: RowReader, keys: Mapping[Key, int]) -> StoredRows:
+        """The rows whose lines begin at these places, by Trial.key."""
+        places: dict[Any, array[int]] = {}
+        for (problem, *_), place in keys.items():
+            places.setdefault(problem, array("q")).append(place)
+        return cls(file, reader, places, array("q", keys.values()))
+
+    def changed(self, change: Callable[[Trial], Trial]) -> StoredRows:
+        """The same rows, each as `change` makes it."""
+        return StoredRows(self._file, self._reader, self._places, self._in_order, change)
+
+    @property
+    def problems(self) -> Iterable[Problem]:
+        """The problems, in order of first appearance."""
+        return self._places.keys()
+
+    def of(self, problem: Problem) -> list[Trial]:
+        """The rows of one problem, of which no two have one key."""
+        last, rows = self._last
+        if problem is last:  # it is asked for each row
+            return rows
+        rows = self._kept.pop(problem, [])
+        if not rows:
+            rows = [*self._read(self._places[problem])]
+            if self._change is not None:
+                rows = [*{row.key: row for row in rows}.values()]
+            room = KEPT - len(rows)
+            while self._kept and sum(map(len, self._kept.values())) > room:
+                del self._kept[next(iter(self._kept))]
+        self._kept[problem] = rows
+        self._last = problem, rows
+        return rows
+
+    def __len__(self) -> int:
+        return len(self._in_order)
+
+    @overload
+    def __getitem__(self, number: int) -> Trial: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Trial]: ...
+    def __getitem__(self, number: int | slice) -> Trial | list[Trial]:
+        if isinstance(number, slice):
+            return [*self._read(self._in_order[number])]
+        return next(self._read([self._in_order[number]]))
+
+    def __iter__(self) -> Iterator[Trial]:
+        return self._read(self._in_order)
+
+    def _read(self, places: Iterable[int]) -> Iterator[Trial]:
+        for place in places:
+            self._file.seek(place)
+            row = self._reader.row(self._file.readline())
+            assert isinstance(row, Trial), "it was one when the file was opened"
+            yield row if self._change is None else self._change(row)
+
+
+def of_problems(trials: Sequence[Trial]) -> dict[Problem, Callable[[], list[Trial]]]:
+    """The problems in order of first appearance, each with what gives its rows."""
+    if isinstance(trials, StoredRows):
+        return {problem: partial(trials.of, problem) for problem in trials.problems}
+    by_problem: dict[Problem, list[Trial]] = {}
+    for problem, alike in groupby(trials, attrgetter("problem")):  # most stand one after another
+        by_problem.setdefault(problem, []).extend(alike)
+    return {problem: partial(_itself, members) for problem, members in by_problem.items()}
+
+
+def changed(trials: Sequence[Trial], change: Callable[[Trial], Trial]) -> Sequence[Trial]:
+    """The rows, each as `change` makes it."""
+    if isinstance(trials, StoredRows):
+        return trials.changed(change)
+    return [*map(change, trials)]
+
+
+def _itself(rows: list[Trial]) -> list[Trial]:
+    return rows

@@ -17,18 +17,20 @@ import errno
 import json
 import lzma
 import os
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 
 from pydantic import ValidationError
 
 from attnsweep.core.errors import StoreError, reason
 from attnsweep.core.files import pack_code, write_file
 from attnsweep.core.trial import Environment, Trial
-from attnsweep.store.rows import _first, _printable, parse_trials, row_bytes
+from attnsweep.store.rows import _first, _printable, read_rows, row_bytes
 
 TRIALS = "trials.jsonl"
 PACKED = "trials.jsonl.xz"
@@ -41,7 +43,7 @@ LOCK = ".lock"
 _HINT_DAMAGED = "copy the run again, or restore the file from version control"
 
 
-def read_trials(path: Path) -> tuple[list[Trial], list[str]]:
+def read_trials(path: Path) -> tuple[Sequence[Trial], list[str]]:
     """The rows of a trials.jsonl, plain or packed, in order of first appearance, and warnings.
 
     A later row with the same key replaces the earlier one in its place. A torn last line is
@@ -50,15 +52,30 @@ def read_trials(path: Path) -> tuple[list[Trial], list[str]]:
     StoreError if the file cannot be read.
     """
     try:
-        opened: Any = lzma.open if path.suffix == ".xz" else open
-        with opened(path, "rb") as lines:
-            trials, warnings, _ = parse_trials(lines, path)
+        return read_rows(_opened(path), path)
     except (EOFError, lzma.LZMAError) as error:
         what = f"the packed trials are damaged: {error}"
         raise StoreError(what, where=str(path), hint=_HINT_DAMAGED) from error
     except OSError as error:
         raise _store_error(error, path, "cannot read the trials") from error
-    return list(trials.values()), warnings
+
+
+# From this size on, packed rows are unpacked into a temporary file.
+_UNPACKED_BYTES = 2**25
+
+
+def _opened(path: Path) -> BinaryIO:
+    if path.suffix != ".xz":
+        return path.open("rb")
+    unpacked: Any = tempfile.SpooledTemporaryFile(_UNPACKED_BYTES)  # noqa: SIM115
+    try:
+        with lzma.open(path) as packed:
+            shutil.copyfileobj(packed, unpacked)
+    except BaseException:
+        unpacked.close()
+        raise
+    unpacked.seek(0)
+    return cast(BinaryIO, unpacked)
 
 
 def _store_error(error: OSError, path: Path, doing: str, hint: str | None = None) -> StoreError:
@@ -77,7 +94,8 @@ class Run:
     """A run as it was when read. Reading takes no lock, so the run may still be going on."""
 
     directory: Path
-    trials: list[Trial] = field(repr=False)
+    trials: Sequence[Trial] = field(repr=False)
+    """A list, or the StoredRows of a large file."""
     environment: Environment | None = field(repr=False)
     spec_text: str | None = field(repr=False)
     warnings: list[str]
@@ -122,7 +140,7 @@ def open_run(path: Path) -> Run:
     return _described(directory, trials, warnings)
 
 
-def _described(directory: Path, trials: list[Trial], warnings: list[str]) -> Run:
+def _described(directory: Path, trials: Sequence[Trial], warnings: list[str]) -> Run:
     """The run with the files next to its trials; a file that cannot be read is a warning."""
     environment, odd_environment = _read(
         directory / ENVIRONMENT, Environment.model_validate_json, None

@@ -19,7 +19,7 @@ from attnsweep.core.errors import StoreError
 from attnsweep.core.files import sync_folder, utf8, write_file
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Environment, Trial, unsound
-from attnsweep.store.rows import _parse_row, parse_trials, row_bytes
+from attnsweep.store.rows import RowReader, parse_trials, row_bytes
 from attnsweep.store.run import (
     CUBINS,
     ENVIRONMENT,
@@ -158,8 +158,9 @@ class Store:
         """
         out: list[bytes] = []
         rest: list[bytes] = []
+        reader = RowReader()
         for line in self.path.read_bytes().splitlines(keepends=True):
-            row = _parse_row(line)
+            row = reader.row(line)
             (out if isinstance(row, Trial) and row.problem == problem else rest).append(line)
         if not out:
             return
@@ -220,7 +221,7 @@ class Store:
             return length
         data = self.path.read_bytes()
         start = data.rfind(b"\n") + 1
-        if isinstance(_parse_row(data[start:]), Trial):
+        if isinstance(RowReader().row(data[start:]), Trial):
             _write_all(self._fd, b"\n")
             return length + 1
         os.ftruncate(self._fd, start)

@@ -39,7 +39,7 @@ def replay(spec: SweepSpec, results: Path, observer: Observer, shard: Shard | No
     planned = plan(spec, arch_on(environment))
     planned = planned if shard is None else shard.take(planned)
     observer.planned(candidate_counts(planned, spec.search.candidates), finals=False)
-    by_key = {row.key: row for row in rows_of_today(spec.families, recording.trials)}
+    by_key = {row.key: row for row in map(rows_of_today(spec.families), recording.trials)}
     where = f"{environment.gpu}, {environment.date[:10]}"
     directory = results / "replay" / run_name(spec, shard)
     if directory.resolve() == recording.directory.resolve():

@@ -69,12 +69,12 @@ def test_rules_of_a_call_are_in_its_own_file(families) -> None:
 
 
 def test_every_problem_is_explained_unless_one_is_asked_for(short, families) -> None:
-    assert len(explain(short, [], None, families)) == 5
+    assert len([*explain(short, [], None, families)]) == 5
     with pytest.raises(SpecError, match="has no problem") as caught:
-        explain(short, [], "1,16,1024,65", families)
+        [*explain(short, [], "1,16,1024,65", families)]
     assert "did you mean '(1,16,1024,64) fp16 full'" in caught.value.render()
     with pytest.raises(SpecError, match="not a problem"):
-        explain(short, [], "nonsense", families)
+        [*explain(short, [], "nonsense", families)]
 
 
 def test_a_loser_differs_from_the_winner_in_parameters_and_resources(short, families) -> None:
@@ -111,7 +111,7 @@ def test_a_config_that_a_rule_removed_is_no_candidate(short, families) -> None:
 )
 def test_an_unknown_config_is_refused_with_the_nearest_name(short, families, given, what, hint) -> None:
     with pytest.raises(SpecError) as caught:
-        explain(short, [given], SHORT, families)
+        [*explain(short, [given], SHORT, families)]
     assert what in caught.value.render()
     assert hint in caught.value.render()
 
@@ -149,7 +149,7 @@ def test_a_faster_baseline_is_not_hidden() -> None:
 def test_a_run_without_candidates_or_files_is_refused_or_said() -> None:
     only = full_run(trials=[baseline("torch_cudnn", 5.0)])
     with pytest.raises(SpecError, match="no candidate"):
-        explain(only, [], None, {})
+        [*explain(only, [], None, {})]
     lost = failed("flash", Status.WRONG, "no", A=1)
     (found,) = explain(full_run(trials=[lost], environment=None), [], None, {})
     assert "It has no rank, wrong: no" in text(found)

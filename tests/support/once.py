@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 from attnsweep.serve import evaluate, export, package_kernels
 from attnsweep.store import run as store
-from attnsweep.store import store as store_store
 
 RESULTS = Path(__file__).parent.parent.parent / "results"
 
@@ -19,18 +18,18 @@ RESULTS = Path(__file__).parent.parent.parent / "results"
 @contextmanager
 def once() -> Iterator[None]:
     """Rows of recorded runs, their winners and tables, what rules say of these; neither may change meanwhile."""
-    parse, rows_of = store.parse_trials, {}
+    read, rows_of = store.read_trials, {}
     choose, chosen = export.chosen_of, {}
     runs, running = package_kernels._runs, {}
     tuned = cache(lambda runs, slower, made=evaluate.tuned: made(runs, slower))
 
-    def parsed(lines: Any, path: Path) -> Any:
+    def read_once(path: Path) -> Any:
         if not path.resolve().is_relative_to(RESULTS):
-            return parse(lines, path)
+            return read(path)
         if path not in rows_of:
-            rows_of[path] = parse(lines, path)
-        trials, warnings, rows = rows_of[path]
-        return dict(trials), [*warnings], rows
+            rows_of[path] = read(path)
+        trials, warnings = rows_of[path]
+        return [*trials], [*warnings]
 
     def choosing(run: Any, environment: Any, key: Any, families: Any, left_out: list[str], slower: float = 0.0) -> Any:
         if not run.directory.resolve().is_relative_to(RESULTS):
@@ -52,8 +51,7 @@ def once() -> Iterator[None]:
         patch.object(package_kernels, "_asked_for", cache(package_kernels._asked_for)),
         patch.object(package_kernels, "_runs", runs_once),
         patch.object(export, "_code_key", cache(export._code_key)),
-        patch.object(store, "parse_trials", parsed),
-        patch.object(store_store, "parse_trials", parsed),
+        patch.object(store, "read_trials", read_once),
         patch.object(evaluate, "tuned", lambda runs, slower=0.0: tuned((*runs,), slower)),
         patch.object(export, "chosen_of", choosing),
     ):

@@ -15,7 +15,7 @@ from attnsweep.choose.ranking import judged, rank
 from attnsweep.core.trial import OURS, Accuracy, Energy, Measurement, Status, Trial
 from attnsweep.reports import tables
 from attnsweep.reports.tables import to_csv, to_markdown
-from attnsweep.reports.text import by_problem
+from attnsweep.reports.text import Sections
 
 
 def ours(rounds: Sequence[float], number: int = 1, **changes: object) -> Trial:
@@ -109,7 +109,7 @@ def test_a_noisy_baseline_bounds_the_ratio_and_is_never_dropped_in_silence() -> 
         assert "≥1.20" in text
         assert "at least 1.20× torch_cudnn, the fastest baseline" in text
         assert "torch_cudnn stayed noisy: × base takes its fastest round, 12.00 µs" in text
-    page = to_markdown(by_problem(rows, None))
+    page = to_markdown(Sections(rows, None))
     assert "| – | torch_cudnn | base, noisy | 21.00" in page
     assert "stayed noisy" in page
 
@@ -142,7 +142,7 @@ def test_a_baseline_over_the_limit_is_ranked_marked_and_serves_as_base() -> None
     text = printed(rows, 100)
     assert "base, over the limit" in text
     assert "unfused: error 7.1e-06, over the limit 5.0e-06" in text
-    page = to_markdown(by_problem(rows, None))
+    page = to_markdown(Sections(rows, None))
     assert "| base, over the limit |" in page
     assert "unfused: error 7.1e-06, over the limit 5.0e-06" in page
     assert "over_limit" in to_csv(ranking).splitlines()[0]
@@ -190,7 +190,7 @@ def test_a_baseline_in_another_format_is_shown_but_never_has_a_rank_nor_is_the_b
     lines = [line.split()[:2] for line in text.splitlines()]
     assert lines.index(["–", "flash_attn_3_fp8"]) > lines.index(["2", "flash_attn_3"])
     assert " ".join(text.split()).count(why) == 1
-    page = to_markdown(by_problem(rows, None))
+    page = to_markdown(Sections(rows, None))
     assert "| – | flash_attn_3_fp8 | other format | 5.000" in page
     assert page.count(why) == 1
     *_, last = csv.DictReader(io.StringIO(to_csv(ranking)))

@@ -9,6 +9,7 @@ from samples import H200, PROBLEM, baseline, candidate, full_run
 
 from attnsweep.reports import tables
 from attnsweep.reports.cards import UNKNOWN, by_card
+from attnsweep.reports.text import sections_of
 
 OTHER = replace(PROBLEM, batch=2)
 
@@ -67,6 +68,6 @@ def test_the_same_is_data_and_markdown():
 def test_a_run_of_one_card_says_nothing_of_cards(uuids):
     rows = [*on(uuids[0], a(10.0)), *on(uuids[1], b(12.0, problem=OTHER))]
     run = run_of(*rows)
-    assert by_card(run.trials, []) == []
+    assert by_card(sections_of(run)) == []
     assert "by_card" not in tables.to_json(run)
     assert "cards" not in report(run).lower()

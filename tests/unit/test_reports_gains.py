@@ -10,7 +10,7 @@ from samples import H200, PROBLEM, baseline, candidate, rounds_of
 from attnsweep.core.trial import Status
 from attnsweep.reports import html, tables
 from attnsweep.reports.gains import gains, sentences, table
-from attnsweep.reports.text import by_problem
+from attnsweep.reports.text import Sections
 from attnsweep.store.run import Run
 
 OTHER = type(PROBLEM)(1, 8, 2, 512, 512, 128, "bf16", causal=True)
@@ -30,7 +30,7 @@ def run_of(tmp_path, trials, text):
 
 
 def found(trials, text):
-    return gains(by_problem(trials, H200), text)
+    return gains(Sections(trials, H200), text)
 
 
 def pair(ours, theirs, problem=PROBLEM, **changes):

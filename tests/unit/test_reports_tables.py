@@ -15,7 +15,7 @@ from attnsweep.core.trial import Accuracy, Measurement, Status, Trial
 from attnsweep.family.discover import discover
 from attnsweep.reports import html, tables
 from attnsweep.reports.explain import explain, lines
-from attnsweep.reports.text import by_problem, judged_line
+from attnsweep.reports.text import Sections, judged_line
 from attnsweep.store.run import Run
 
 
@@ -86,7 +86,7 @@ def test_a_family_that_was_not_searched_whole_says_how_much_was() -> None:
         {"problem": label, "kernel": "naive", "candidates": 3},
         {"problem": "another", "kernel": "naive", "candidates": 300},
     ]
-    for text in (printed(full_run(spaces=planned)), tables.to_markdown(by_problem(run.trials, H200, planned))):
+    for text in (printed(full_run(spaces=planned)), tables.to_markdown(Sections(run.trials, H200, planned))):
         assert f"flash_fwd_wgmma: {tried} of {tried + 70} candidates tried, 70 left out" in text
         assert "naive: 3 of" not in text
         assert "300 candidates" not in text
@@ -259,7 +259,7 @@ def test_the_best_of_ours_is_no_winner_where_a_baseline_is_faster() -> None:
     styled = printed(ahead, 120, terminal=True)
     assert "\x1b[1;32m" not in styled  # green is a winner's
     assert "\x1b[1;32m" in printed(run, 120, terminal=True)
-    markdown = tables.to_markdown(by_problem(ahead.trials, ahead.environment))
+    markdown = tables.to_markdown(Sections(ahead.trials, ahead.environment))
     assert "- best of ours; flash_attn_3 is faster (1.12×): three_kernel" in markdown
 
 
@@ -293,7 +293,7 @@ def test_markdown_holds_the_same_table() -> None:
 
 def test_a_pipe_does_not_break_the_markdown_table() -> None:
     row = baseline("a|b", 5.0)
-    text = tables.to_markdown(by_problem([candidate("flash", 3.0), row], H200))
+    text = tables.to_markdown(Sections([candidate("flash", 3.0), row], H200))
     assert "a\\|b" in text
     assert "a|b" not in text.replace("a\\|b", "")
 
@@ -367,7 +367,7 @@ def long_run(*shares):
 
 
 def said(*shares):
-    (section,) = by_problem(long_run(*shares).trials, None)
+    (section,) = Sections(long_run(*shares).trials, None)
     return judged_line(section.rows)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from samples import H200, baseline, candidate, failed
 
 from attnsweep.core.trial import Accuracy, Status
-from attnsweep.reports.text import by_problem, plus_minus, sentence
+from attnsweep.reports.text import Sections, plus_minus, sentence
 
 
 def rounds(trial, each):
@@ -49,7 +49,7 @@ SENTENCES = {
 
 @pytest.mark.parametrize("told", SENTENCES)
 def test_the_sentence_says_what_was_shown_and_no_more(told):
-    (section,) = by_problem(SENTENCES[told], H200)
+    (section,) = Sections(SENTENCES[told], H200)
     assert sentence(section) == told.replace("@", "on (4,16,1024,64) fp16 full")
 
 

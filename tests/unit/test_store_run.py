@@ -15,15 +15,16 @@ from typing import Any
 
 import pytest
 import samples
+from pydantic import ValidationError
 from samples import H200 as ENVIRONMENT
 from samples import filled, numbers
 from samples import numbered as trial
 
 from attnsweep.core.errors import StoreError
 from attnsweep.core.files import pack_code, read_code
-from attnsweep.core.trial import Accuracy, Measurement, Status
+from attnsweep.core.trial import Accuracy, Measurement, Status, Trial
 from attnsweep.store import run as store_module
-from attnsweep.store.rows import MAX_WARNINGS
+from attnsweep.store.rows import MAX_WARNINGS, RowReader, row_bytes
 from attnsweep.store.run import find_runs, latest_run, open_run, pack, read_trials
 from attnsweep.store.store import Store
 
@@ -87,6 +88,51 @@ def test_keys_of_a_newer_version_survive(tmp_path: Path) -> None:
         store.append(kept)
     assert warnings == []
     assert json.loads((tmp_path / "copy/trials.jsonl").read_text())["energy_joules"] == 3.5
+
+
+ODD_LINES = {
+    "a number as text": ('"median":7.5', '"median":"7.5"'),
+    "a whole number as a float": ('"samples":3,', '"samples":3.0,'),
+    "true as a number": ('"samples":3,', '"samples":true,'),
+    "beyond a float": ('"median":7.5', '"median":1e400'),
+    "a fact twice": ('"kernel":"flash"', '"kernel":"other","kernel":"flash"'),
+    "a newer fact": ('"kernel":"flash"', '"kernel":"flash","newer":{"a":[1,2.5,null]}'),
+    "a newer fact of its time": ('"median":7.5', '"median":7.5,"newer":1e3'),
+    "a fact as null": ('"race":{}', '"race":null'),
+    "a long whole number": ('"race":{}', '"race":{"a":123456789012345678901234567890}'),
+    "minus zero": ('"low":7.4', '"low":-0.0'),
+    "half a character": ('"detail":null', '"detail":"\\ud800"'),
+    "space": ('"config":{', ' "config" : { '),
+}
+
+
+@pytest.mark.parametrize("what", ODD_LINES)
+def test_an_odd_line_is_read_as_pydantic_reads_it(what, tmp_path):
+    old, new = ODD_LINES[what]
+    line = filled(tmp_path, 1).read_text()
+    assert old in line
+    odd = line.replace(old, new, 1).encode()
+    reader = RowReader()
+    try:
+        expected = Trial.model_validate_json(odd)
+    except ValidationError:
+        assert isinstance(reader.row(odd), str)
+        return
+    for _ in range(2):  # once as what it is, once as what is known
+        row = reader.row(odd)
+        assert row == expected
+        assert repr(row) == repr(expected)
+        assert row_bytes(row) == row_bytes(expected)
+    assert reader.row(line.encode()) == Trial.model_validate_json(line)
+
+
+def test_names_of_other_versions_are_not_learned_without_end(tmp_path):
+    line = filled(tmp_path, 1).read_text()
+    reader = RowReader()
+    for number in range(200):
+        row = reader.row(line.replace('"kernel"', f'"newer{number}":{number},"kernel"', 1).encode())
+        assert row.model_extra == {f"newer{number}": number}
+    assert len(reader._extra[Trial]) <= 40
 
 
 def test_nan_is_kept_as_strict_json(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def recorded_history(
     """
     params = {name: {param.name for param in kernel.params} for name, kernel in kernels.items()}
     groups: dict[tuple[str, Problem], list[tuple[float, str, Trial]]] = {}
-    for trial in rows_of_today(kernels, trials):
+    for trial in map(rows_of_today(kernels), trials):
         today = trial.kernel in params and params[trial.kernel] <= set(trial.config)
         if trial.provider == OURS and today and trial.screened_us and not trial.recorded:
             timed = (trial.screened_us, repr(trial.key), trial)
