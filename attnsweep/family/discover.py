@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -16,22 +17,25 @@ from attnsweep.core.trial import OURS, Trial
 from attnsweep.family.family import Family, _named
 
 _DECLARATIONS = "[!_]*.py"
+# What a declaration has somewhere: a file without it may be a stranger's, and is not imported.
+_DECLARES = re.compile(rb"\bFamily\b|^kernel\b|^from\b.*\bkernel\b", re.MULTILINE)
 
 
 def declarations(directory: Path) -> list[Path]:
-    """The declarations in a directory, sorted.
+    """The declarations in a directory, sorted: the .py files that name a family.
 
     Raises KernelError if it is no directory or has none, OSError if it may not be read.
     """
     if not directory.is_dir():
         raise KernelError("no such directory of kernels", where=str(directory))
     os.scandir(directory).close()  # glob takes a directory that may not be read for empty
-    found = sorted(directory.glob(_DECLARATIONS))
+    there = sorted(directory.glob(_DECLARATIONS))
+    found = [path for path in there if path.is_file() and _DECLARES.search(path.read_bytes())]
     if not found:
         below = next(iter(sorted(directory.glob(f"*/{_DECLARATIONS}"))), None)
         hint = "give the directory of NAME.py and NAME.cu"
         raise KernelError(
-            "has no kernel families: no NAME.py, of which _NAME.py is none",
+            "has no kernel families: no NAME.py with `kernel = Family(...)`",
             where=str(directory),
             hint=f"{hint}; there are .py files in {below.parent}" if below else hint,
         )
@@ -75,8 +79,9 @@ def load_kernel(path: Path) -> Family:
 def discover(extra: Path | None = None) -> dict[str, Family]:
     """Every family in the shipped kernels/ and in `extra`, by name, sorted.
 
-    A file whose name begins with `_` is not a family. Raises KernelError if a declaration is broken
-    or repeated, or if `extra` is not a directory or has none; OSError if it may not be read.
+    Files whose names begin with `_`, or that name no `Family`, are not read. Raises KernelError if
+    a declaration is broken or repeated, or if `extra` is not a directory or has none; OSError if it
+    may not be read.
     """
     found: dict[str, Family] = {}
     for directory in [shipped("kernels")] + ([extra] if extra else []):

@@ -124,6 +124,22 @@ def test_a_wrong_declaration_is_refused_when_it_is_loaded(name, mine, attnsweep)
     assert "Traceback" not in done.stderr
 
 
+def test_other_files_beside_a_declaration_are_not_imported(mine, attnsweep):
+    """A directory may have others' scripts, and `--kernels .` ran them."""
+    path = mine(IMPORT + KERNEL + STAGE)
+    (path.parent / "f.py").write_text("print('a kernel of theirs')\nimport nothere\n")
+    (path.parent / "aside").mkdir()
+    (path.parent / "aside" / "g.py").write_text("raise SystemExit(9)\n")
+    done = attnsweep("list", "--kernels", path.parent, width=500)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "mine" in done.stdout
+    assert "theirs" not in done.stdout
+    path.unlink()
+    done = attnsweep("list", "--kernels", path.parent, width=500)
+    assert done.returncode == 2
+    assert "has no kernel families: no NAME.py with `kernel = Family(...)`" in done.stderr
+
+
 def returning(text):
     """A stage that returns this."""
     return KERNEL + STAGE.replace("Launch('mine', (1, 1, 1), 32, ('q', 'k', 'v', 'o'))", text)
