@@ -383,6 +383,13 @@ def of_problems(trials: Sequence[Trial]) -> dict[Problem, Callable[[], list[Tria
     return {problem: partial(_itself, members) for problem, members in by_problem.items()}
 
 
+def rows_of(trials: Sequence[Trial], problem: Problem) -> list[Trial]:
+    """The rows of one problem."""
+    if isinstance(trials, StoredRows):
+        return trials.of(problem)
+    return [trial for trial in trials if trial.problem == problem]
+
+
 def changed(trials: Sequence[Trial], change: Callable[[Trial], Trial]) -> Sequence[Trial]:
     """The rows, each as `change` makes it."""
     if isinstance(trials, StoredRows):

@@ -23,6 +23,7 @@ from attnsweep.regress.live import Tell, asked_of, comparison, not_compared, ref
 from attnsweep.regress.verdicts import Comparison, Finding, Verdict
 from attnsweep.specs.load import SweepSpec
 from attnsweep.specs.plan import arch_of
+from attnsweep.store.rows import rows_of
 from attnsweep.store.run import SPEC, Run
 from attnsweep.sweep import messages
 from attnsweep.sweep.assign import Assignment, Task
@@ -128,7 +129,7 @@ class Checks(Job):
     def task(self, task: Task, then: int | None) -> Message:  # noqa: ARG002
         """The problem with its rows of the baseline."""
         problem = self.problems[task.number]
-        rows = [row for row in self._baseline.trials if row.problem == problem]
+        rows = rows_of(self._baseline.trials, problem)
         known = self._baseline.environment
         return {
             "do": "check",

@@ -16,6 +16,7 @@ from attnsweep.reports import tables
 from attnsweep.specs.load import SweepSpec, load_spec
 from attnsweep.store.outputs import FILE as COUNTERS
 from attnsweep.store.outputs import others_in, read
+from attnsweep.store.rows import rows_of
 from attnsweep.store.run import CUBINS, SPEC, Run, environment_of, trials_of
 from attnsweep.store.store import Store
 
@@ -64,7 +65,7 @@ def merge(runs: Sequence[Run], out: Path, note: Callable[[str], None]) -> Run:
                     where=f"{other.directory}, {run.directory}",
                     hint="leave one of them out, or sweep each part once: --shard i/n",
                 )
-            cards = cards_of(trial for trial in run.trials if trial.problem == problem)
+            cards = cards_of(rows_of(run.trials, problem))
             if len(cards) > 1:
                 raise StoreError(
                     f"{problem.label} has rows of {len(cards)} cards ({', '.join(cards)}), and "
@@ -77,7 +78,7 @@ def merge(runs: Sequence[Run], out: Path, note: Callable[[str], None]) -> Run:
         labels = ", ".join(problem.label for problem in missing)
         note(f"not measured in any of them: {labels}")
     for problem, run in measured.items():
-        right = [t for t in run.trials if t.problem == problem and t.status is Status.OK]
+        right = [t for t in rows_of(run.trials, problem) if t.status is Status.OK]
         if right and not any(t.time_us and t.time_us.rounds for t in right):
             note(
                 f"begun and not finished in {run.directory}: {problem.label}; what swept it goes "
@@ -108,9 +109,8 @@ def _filled(
     store.describe(spec.resolved(store.directory), environment, spaces)
     for problem in (entry.problem for entry in spec.problems):
         if problem in measured:
-            for trial in measured[problem].trials:
-                if trial.problem == problem:
-                    store.append(trial)
+            for trial in rows_of(measured[problem].trials, problem):
+                store.append(trial)
     for run in runs:
         for name, data in _cubins(run):
             store.keep(name, data)

@@ -90,6 +90,12 @@ def test_comparisons_of_stored_rows_are_those_of_lists(both):
     assert verdicts[0] == verdicts[1]
 
 
+def test_rows_of_one_problem_are_those_of_a_list(both):
+    whole, stored = both
+    for problem in stored.trials.problems:
+        assert rows.rows_of(stored.trials, problem) == rows.rows_of(whole.trials, problem)
+
+
 def test_a_problem_that_is_not_asked_for_is_not_kept(both):
     _, stored = both
     sections = sections_of(stored)
