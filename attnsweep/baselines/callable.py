@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from attnsweep.baselines.backend import Builder, Unavailable, Way
 from attnsweep.core.callables import Asked
 from attnsweep.core.problem import Problem
-from attnsweep.core.user_code import BoundFunction, beside, imported, watched
+from attnsweep.core.user_code import BoundFunction, beside, built, imported, watched
 
 if TYPE_CHECKING:
     from attnsweep.device.cuda import CudaSession
@@ -30,7 +30,7 @@ def ways_of(name: str) -> Builder:
     log-sum-exps of (batch, heads, seqlen) in float32. In FP8, q_scale, k_scale and v_scale are
     keywords; so are `causal`, `is_causal`, `scale`, `sm_scale` and `softmax_scale` of a function
     that takes no problem. For a backward problem it is called with q, k, v, o, lse, do and returns
-    (dq, dk, dv).
+    (dq, dk, dv). A factory is called with `problem` once, and returns what is called so.
 
     Beside the function, its module, or the function itself, may have `supports(problem)`, which
     returns True or a reason, and `prepare(problem)`, which may compile and tune. Neither is timed.
@@ -40,6 +40,8 @@ def ways_of(name: str) -> Builder:
     def build(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
         module, function = imported(asked.call)
         prepare_for(name, module, function, problem)
+        if asked.factory:
+            function = built(name, function, problem, {})
         return [Way(BoundFunction(torch, problem, name, function))]
 
     return build

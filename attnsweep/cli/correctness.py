@@ -158,7 +158,8 @@ def verify(
     $ attnsweep verify mine --problem 1,2/1,97x161,64 --asan --seeds 8
     $ attnsweep verify attend.py:attention BLOCK_M=64 --causal
     """
-    from attnsweep.core.callables import CALLABLE
+    from attnsweep.core.callables import CALLABLE, Asked
+    from attnsweep.core.errors import SpecError
     from attnsweep.core.hardware import arch_named
     from attnsweep.family.discover import families_at
     from attnsweep.tools import coverage, simulator
@@ -167,6 +168,9 @@ def verify(
     made: Any
     if called := CALLABLE.fullmatch(str(kernel)):
         refuse_idle(context, ("seeds", "asan"), "with a callable")
+        if Asked.of(str(kernel)).factory:
+            hint = "judge it on a GPU: attnsweep judge CALLABLE SHAPE"
+            raise SpecError("the interpreter runs no kernels that a factory builds", hint=hint)
         made = Interpreter(str(kernel), arch_named(arch))
         configs_of = made.configs
     elif simulator.COMPILER is None:

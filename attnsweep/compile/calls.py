@@ -200,7 +200,8 @@ class CalledBuild(Build):
         """What a row says of the call beside its config."""
         traced, tracer = self.traced, tracers_of(self.compiler).of(self.kernel.call)
         facts = {"function": self.kernel.call, "closure": traced.closure, **tracer.versions}
-        return {"call": facts | {"covers": traced.why or THIS_BINARY}}
+        covers = THIS_BINARY if traced.cases else "any length, each by code of its own"
+        return {"call": facts | {"covers": traced.why or covers}}
 
     @property
     def read_later(self) -> str:
@@ -230,7 +231,8 @@ class CalledBuild(Build):
         cases = self.traced.cases or served_cases(
             called_cases(self.problem), self.problem, self._as_grouped
         )
-        checks = tuple(replace(plan, problem=case.problem) for case in cases)
+        expects = plan.expects if self.traced.cases else frozenset()
+        checks = tuple(replace(plan, problem=case.problem, expects=expects) for case in cases)
         own = self.kernel.name, dict(self.config), plan, checks, self.kernel.rounds_scores
         return Candidate(*own, deterministic=False, cases=cases)
 

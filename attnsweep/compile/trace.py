@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.compile.nvrtc import Cubin, default_cache_dir, unwritable
+from attnsweep.core.callables import Asked
 from attnsweep.core.cases import Case
 from attnsweep.core.errors import CompileError, KernelError
 from attnsweep.core.files import write_file
@@ -95,7 +97,7 @@ class Tracer:
         self.call, self.arch, self._interpreted = call, arch, interpreted
         self._cache_dir = (cache_dir or default_cache_dir()) / "traced" / arch.name
         self._jobs = jobs or os.cpu_count() or 1
-        self.versions = _versions()
+        self.versions = _versions(call)
         """Versions of PyTorch and Triton, and variables that change what Triton compiles."""
         self._process: Any = None
         self._lock = threading.Lock()
@@ -362,9 +364,13 @@ class Tracers:
 
 
 def _stage(function: str, number: int, launches: list[dict[str, Any]]) -> str:
-    """A launch's name: the kernel's, with a number if a call launches it more than once."""
+    """A launch's name: the kernel's, with a number if a call launches it more than once.
+
+    CuTe DSL writes the types of all arguments behind it.
+    """
     same = [at for at, each in enumerate(launches) if each["function"] == function]
-    return function if len(same) == 1 else f"{function}_{same.index(number) + 1}"
+    own = re.sub(r"^kernel_cutlass_(.+?)_(tensor|ptr|CUstream).*", r"\1", function)
+    return own if len(same) == 1 else f"{own}_{same.index(number) + 1}"
 
 
 def _are(files: Mapping[str, str]) -> bool:
@@ -378,15 +384,21 @@ def _are(files: Mapping[str, str]) -> bool:
         return False
 
 
-def _versions() -> dict[str, str]:
+_VARIABLES = ("TRITON_", "MLIR_", "LLVM_", "PTXAS_", "DISABLE_")
+_NONE_OF_CODE = ("TRITON_CACHE_DIR", "TRITON_DUMP_PTXAS_LOG", "TRITON_INTERPRET")
+_OF_FACTORIES = ("TILELANG_", "TL_", "CUTE_DSL_"), ("TILELANG_CACHE_DIR", "CUTE_DSL_DUMP_DIR")
+
+
+def _versions(call: str) -> dict[str, str]:
+    factory = Asked.of(call).factory
+    begin, but = _OF_FACTORIES if factory else ((), ())
     told = {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(("TRITON_", "MLIR_", "LLVM_", "PTXAS_", "DISABLE_"))
-        and name not in ("TRITON_CACHE_DIR", "TRITON_DUMP_PTXAS_LOG", "TRITON_INTERPRET")
+        if name.startswith((*_VARIABLES, *begin)) and name not in (*_NONE_OF_CODE, *but)
     }
     found = {}
-    for name in ("triton", "torch"):
+    for name in ("triton", "torch", *(("tilelang", "nvidia-cutlass-dsl") if factory else ())):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found | dict(sorted(told.items()))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 CALL = r"(([A-Za-z_]\w*(\.[A-Za-z_]\w*)*|[\w./-]*\w\.py):[A-Za-z_]\w*)"
 """`module:function` or `file.py:function`."""
 LABEL = r"[a-z0-9][a-z0-9_-]*"
-_OPTION = r"(graph=(true|false)|layout=(bhsd|bshd)|workspace=\d+|strict=true)"
+_OPTION = r"(graph=(true|false)|layout=(bhsd|bshd)|workspace=\d+|strict=true|factory=true)"
 CALLABLE = re.compile(rf"({LABEL}=)?{CALL}(\?{_OPTION}(&{_OPTION})*)?")
 """Any Python callable, with a label before it and options behind it."""
 
@@ -22,7 +22,7 @@ class Asked:
     graph: whether a CUDA graph holds its calls; one that none can hold is refused if it is True,
     and issued call by call if it is None. layout: of q, k, v and o. workspace: bytes of device
     memory that a call may take beside its outputs; None is no limit. strict: whether the strict
-    judge calls it, in a process of its own.
+    judge calls it, in a process of its own. factory: whether it returns the callable of a problem.
     """
 
     call: str
@@ -31,6 +31,7 @@ class Asked:
     layout: Literal["bhsd", "bshd"] = "bhsd"
     workspace: int | None = None
     strict: bool = False
+    factory: bool = False
 
     @classmethod
     def of(cls, name: str) -> Asked:

@@ -155,6 +155,24 @@ def split(
     return {name: value for name, value in own.items() if value is not None}, left
 
 
+def built(
+    name: str, factory: Callable[..., Any], problem: Problem, values: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """The callable that a factory returns for a problem and a config. Raises Unavailable.
+
+    A value of None leaves its keyword out.
+    """
+    if without := [one for one in ("problem", *values) if not takes(factory, one)]:
+        raise Unavailable(f"{name} is a factory and has no parameter {', '.join(without)}")
+    given = {one: value for one, value in values.items() if value is not None}
+    with watched(name):
+        made = factory(problem=problem, **given)
+    if not callable(made):
+        what = type(made).__name__
+        raise Unavailable(f"{name} is a factory and returned no callable but {what}")
+    return made  # type: ignore[no-any-return]
+
+
 _SCALES = ("scale", "sm_scale", "softmax_scale")
 
 

@@ -218,6 +218,7 @@ Word = Annotated[
 ]
 """A part of a mask or a layout: a name, or a number."""
 ParameterValues = dict[str, Many[ParameterValue]]
+_HOW = "(layout=bshd|factory=true)"
 
 
 class KernelSpec(BaseModel):
@@ -229,9 +230,10 @@ class KernelSpec(BaseModel):
     family: StrictStr = ""
     """The family, if the space has a name of its own: a family may have several spaces, and a
     problem names those that it gets under `kernels` (default: the name)."""
-    call: Annotated[str, Field(pattern=rf"^({CALL}(\?layout=bshd)?)?$")] = ""
+    call: Annotated[str, Field(pattern=rf"^({CALL}(\?{_HOW}(&{_HOW})?)?)?$")] = ""
     """A launcher of yours in place of a family, FILE.py:FUNCTION. Parameters are its keywords, or
-    those of the autotuner that it launches; none: that autotuner's configs. null leaves one out."""
+    those of the autotuner that it launches; none: that autotuner's configs. null leaves one out.
+    With `?factory=true` it is called once, with `problem` and them, and returns the launcher."""
     widen: StrictBool = False
     """With `call` alone: all combinations of the values of that autotuner's configs and of their
     neighbours, half and double of a power of two, as its own function prunes them."""
@@ -291,6 +293,8 @@ class CallableSpec(_Model):
     workspace: Bytes | None = None
     """Device memory that a call may take beside its outputs: an int, or a size like '2 GiB'
     (default: any)."""
+    factory: StrictBool = False
+    """true: it is called once, with `problem`, and returns what is called on tensors."""
 
 
 class CandidateSpec(CallableSpec):

@@ -92,7 +92,8 @@ def inspect(
     stages = {}
     for name, stage in used.stages.items():
         grid, blocks = build.launches[name].grid, stage["blocks_per_sm"] * sms
-        own = {"limited_by": used.limiters[name], "grid": list(grid)}
+        # Of a kernel of one shape the host alone knows the grid, and its dynamic shared memory.
+        own = {"limited_by": used.limiters[name], "grid": list(grid) if any(grid) else None}
         stages[name] = {**stage, **own, "waves": math.prod(grid) / blocks if blocks else None}
     return {
         "kernel": kernel.name,
@@ -118,7 +119,7 @@ def lines(found: Mapping[str, Any], width: int) -> list[str]:
     for name, stage in stages.items():
         cells = {key: f"{stage[key]:.0f}" for key in _HEADERS}
         cells["occupancy"] = f"{100 * stage['occupancy']:.0f} %"
-        grid, waves = "×".join(map(str, stage["grid"])), stage["waves"]
+        grid, waves = "×".join(map(str, stage["grid"] or "-")), stage["waves"]
         fit = f"{waves:.2f}" if waves else "-"
         size = f"{stage['cubin_bytes']:.0f}"
         rows.append([name, *cells.values(), stage["limited_by"], size, grid, fit])
@@ -198,7 +199,8 @@ def inspect_call(
 
 def lines_of_call(found: Mapping[str, Any], width: int) -> list[str]:
     """An inspection of a callable as text: a line for each launch of a config."""
-    versions = " ".join(f"{name} {found['versions'][name]}" for name in ("triton", "torch"))
+    # The others are variables of the environment.
+    versions = " ".join(f"{name} {of}" for name, of in found["versions"].items() if name.islower())
     facts = {name: _HEADERS[name] for name in ("registers", "spill_bytes", "smem_bytes")}
     facts |= {"blocks_per_sm": "blocks/SM", **{kind: kind.upper() for kind in ("hgmma", "hmma")}}
     facts |= {"ffma": "FFMA", "mufu": "MUFU", "instructions": "SASS"}

@@ -166,8 +166,22 @@ def no_card(arch: Arch, *, real: bool = False) -> Iterator[None]:
             if dynamo := sys.modules.get("torch._dynamo.convert_frame"):
                 called = mock.patch.object(dynamo.CatchErrorsWrapper, "__call__", _compiles)
                 stack.enter_context(called)
+            stack.enter_context(mock.patch.object(FakeTensor, "__dlpack__", _exported))
+            on_host = mock.patch.object(FakeTensor, "__dlpack_device__", return_value=_HOST)
+            stack.enter_context(on_host)
             stack.enter_context(_NoCard(allow_non_fake_inputs=True))
         yield
+
+
+_HOST = (1, 0)
+"""A device as DLPack has it."""
+
+
+def _exported(tensor: FakeTensor, **_: Any) -> Any:
+    """A tensor as other libraries take it: of the host's memory, which nothing reads."""
+    with fake_tensor.unset_fake_temporarily():
+        real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return real.__dlpack__()
 
 
 class _Facts(SimpleNamespace):

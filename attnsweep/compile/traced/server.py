@@ -17,12 +17,14 @@ import resource
 import selectors
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
+from attnsweep.compile.traced import others
 from attnsweep.core.callables import Asked
 from attnsweep.core.cases import called_cases, served_cases
 from attnsweep.core.errors import Unavailable, in_short
@@ -31,6 +33,7 @@ from attnsweep.core.problem import Problem
 from attnsweep.core.user_code import (
     BoundFunction,
     beside,
+    built,
     facts_asked_for,
     imported,
     split,
@@ -108,7 +111,8 @@ class Traced:
         """The launches of a call with a config's values, whose cubins are written to a folder."""
         from attnsweep.compile.traced import fake
 
-        shape, (own, left) = Problem.parse(problem), split(self.function, values)
+        shape = Problem.parse(problem)
+        own, left = (values, {}) if self.asked.factory else split(self.function, values)
         with fake.Operations() as operations:
             tuned, error = self._call(shape, own, left)
         if error and not tuned.cannot:
@@ -124,7 +128,8 @@ class Traced:
 
         unseen = operations.unseen and f"{operations.unseen} may launch kernels of its own"
         why = error or unseen or ("" if hashes else "a call launches no kernel of Triton's")
-        cases = () if why else served_cases(called_cases(shape), shape, serves)
+        one = why or tuned.of_one_shape
+        cases = () if one else served_cases(called_cases(shape), shape, serves)
         for number, launch in enumerate(tuned.launches):
             facts = asdict(launch)
             Path(folder, f"{number}.cubin").write_bytes(facts.pop("cubin"))
@@ -147,6 +152,8 @@ class Traced:
 
     def _other_tensors(self, shape: Problem) -> str | None:
         """Why its parameters are not the tensors of a call, or None."""
+        if self.asked.factory:
+            return None if takes(self.function, "problem") else "it has no parameter problem"
         try:
             parameters = [*inspect.signature(self.function).parameters.values()]
         except (TypeError, ValueError):  # a function of C has no signature
@@ -177,7 +184,9 @@ class Traced:
             return refusal
         if shape.kind not in ("full", "causal") or shape.head_dim_v or shape.scores.kinds:
             return "no supports(problem) beside it says that it can"
-        told = any(takes(self.function, n) for n in ("problem", "causal", "is_causal"))
+        told = self.asked.factory or any(
+            takes(self.function, n) for n in ("problem", "causal", "is_causal")
+        )
         return "it has no parameter causal" if shape.causal and not told else None
 
     def interpret(self, problem: str, values: dict[str, Any], inputs: str, folder: str) -> None:
@@ -213,13 +222,21 @@ class Traced:
         from attnsweep.compile.traced import fake
         from attnsweep.compile.traced.triton import AskedTooMuch, Recorder
 
-        recorder = Recorder(tuned, known, widen=widen)
+        recorder, name = Recorder(tuned, known, widen=widen), str(self.asked)
+        with fake.no_card(self.arch), recorder.recording(self.arch):
+            try:
+                function, values = self.function, own
+                if self.asked.factory:
+                    function, values = built(name, function, problem, own), {}
+            except Unavailable as error:
+                recorder.cannot = fake.cannot_be_traced(error.__cause__)
+                return recorder, _explained(error)
         call = BoundFunction(
             torch,
             problem,
-            self.asked.call,
-            self.function,
-            values=own,
+            name,
+            function,
+            values=values,
             tensors=(torch.Tensor, fake.FakeTensor),
         )
         with fake.no_card(self.arch), recorder.recording(self.arch):
@@ -353,7 +370,9 @@ def _done(traced: Traced, request: dict[str, Any]) -> dict[str, Any]:
     for own in (0, 1, 2):
         os.dup2(nothing, own)
     if folder := request.get("folder"):
-        os.environ |= {"TRITON_CACHE_DIR": os.path.join(folder, "triton"), "TMPDIR": folder}
+        cache = os.path.join(folder, "triton")
+        os.environ |= {"TRITON_CACHE_DIR": cache, "TILELANG_CACHE_DIR": cache, "TMPDIR": folder}
+        others.keep_in(folder)
     try:
         return {"value": getattr(traced, request.pop("do"))(**request)}
     except Unavailable as error:
@@ -372,6 +391,7 @@ def main() -> None:
         os.dup2(nothing, own)
     try:
         card = replace(arch_named(arch), sm_count=int(sm_count))
+        others.ready(arch, tempfile.gettempdir())
         fake, _ = (
             importlib.import_module(f"attnsweep.compile.traced.{name}")
             for name in ("fake", "triton")

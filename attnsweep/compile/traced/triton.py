@@ -24,10 +24,14 @@ from triton.runtime.cache import FileCacheManager
 from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
 
+from attnsweep.compile.traced import others
 from attnsweep.core.hardware import Arch
 
 # What a launch takes beside the kernel's own parameters; Triton makes options of them.
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+NO_GRID = (0, 0, 0)
+"""The grid of a launch that none is known of before it runs."""
+_CACHES = ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR")
 _USUAL = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "maxnreg": None}
 
 
@@ -133,6 +137,9 @@ class Recorder:
         self._tuned, self._known, self._widen = tuned, known, widen
         self.cannot = False
         """Whether the call does what no trace can follow."""
+        self._arch: Any = None
+        self.of_one_shape = False
+        """Whether what a call launches is compiled for its shape alone."""
         self.launches: list[Launched] = []
         self._logs: dict[str, str] = {}
         self.met: list[Tuned] = []
@@ -142,7 +149,7 @@ class Recorder:
     @contextmanager
     def recording(self, arch: Arch) -> Iterator[None]:
         """Have every launch and autotuner of the call inside come here."""
-        run, tune = JITFunction.run, Autotuner.run
+        run, tune, self._arch = JITFunction.run, Autotuner.run, arch
 
         def launch(jit: Any, *args: Any, grid: Any, warmup: bool, **how: Any) -> Any:
             return self._launch(run, jit, args, grid, how)
@@ -158,7 +165,26 @@ class Recorder:
             stack.enter_context(mock.patch.object(GridExecutor, "__call__", return_value=None))
             stack.enter_context(mock.patch.object(Autotuner, "run", autotune))
             stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", pointer))
+            stack.enter_context(others.calls(self._called))
             yield
+
+    def _called(self, make: Any, compiled: Any, args: tuple[Any, ...]) -> Any:  # noqa: ARG002
+        """A launch of another compiler's, which knows no grid."""
+        self.of_one_shape = True
+        if self._tuned is not None:
+            own, cubins = others.identity(compiled), others.cubins_of(compiled)
+            if not own or not cubins:
+                self.cannot = True
+                raise AskedTooMuch(f"no machine code is kept of {type(compiled).__name__}")
+            if self._known is not None and own not in self._known:
+                _other()
+            plain = (bool, int, float, str, torch.Tensor)  # others are said with their addresses
+            said = tuple(_argument(one) for one in args if isinstance(one, plain))
+            for cubin in cubins:
+                for name, threads, log in others.entries(cubin, self._arch):
+                    facts = (name, NO_GRID, threads, 0, said, own, cubin, log)
+                    self.launches.append(Launched(*facts))
+        return others.outputs_of(compiled)
 
     def _launch(self, run: Any, jit: Any, args: Sequence[Any], grid: Any, how: Any) -> Any:
         if self._tuned is None:
@@ -275,7 +301,8 @@ class Watch(Recorder):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """A call inside; mock.patch would take the host fifty times as long."""
-        run, tune, before = JITFunction.run, Autotuner.run, os.environ.get("TRITON_CACHE_DIR")
+        run, tune = JITFunction.run, Autotuner.run
+        before = {name: os.environ[name] for name in _CACHES if name in os.environ}
 
         def launch(jit: Any, *args: Any, **how: Any) -> Any:
             kernel = run(jit, *args, **how)
@@ -285,17 +312,22 @@ class Watch(Recorder):
         def autotune(tuner: Any, *args: Any, **how: Any) -> Any:
             return self._autotune(tune, tuner, args, how)
 
+        def called(make: Any, compiled: Any, args: tuple[Any, ...]) -> Any:
+            self._hashes.add(others.identity(compiled))
+            return make()
+
         manager, triton.knobs.cache.manager_class = triton.knobs.cache.manager_class, _Modules
         JITFunction.run, Autotuner.run = launch, autotune
-        os.environ["TRITON_CACHE_DIR"] = self._cache
+        os.environ |= dict.fromkeys(_CACHES, self._cache)
         try:
-            yield
+            with others.calls(called):
+                yield
         finally:
             JITFunction.run, Autotuner.run = run, tune
             triton.knobs.cache.manager_class = manager
-            os.environ.pop("TRITON_CACHE_DIR")
-            if before is not None:
-                os.environ["TRITON_CACHE_DIR"] = before
+            for name in _CACHES:
+                os.environ.pop(name)
+            os.environ |= before
 
 
 def _argument(value: Any) -> str:
