@@ -27,11 +27,11 @@ class Unconfirmed(Unavailable):
 
 
 class Failed(Unavailable):
-    """A call of a candidate that raised: it has a row of its own, as a launch that fails has."""
+    """Raised when a candidate's call fails; the row says so, as for a failed launch."""
 
 
 class OtherCode(Unavailable):
-    """A candidate that launched what its config was not compiled to."""
+    """Raised when a candidate launches other code than its config compiled to."""
 
 
 class NotInstalled(Unavailable):

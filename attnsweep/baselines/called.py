@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Callables:
-    """The callables that a process has imported, as kernels are compiled: once."""
+    """The callables of this process, each imported once."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, tuple[Any, Callable[..., Any]]] = {}

@@ -41,7 +41,7 @@ _KEPT_BYTES = 1 << 30
 
 
 class BadGraph(Unavailable):
-    """A graph of a callable's calls holds what none may."""
+    """Raised when the CUDA graph of a callable holds a forbidden node."""
 
 
 class BoundBaseline:
@@ -114,7 +114,7 @@ class BoundBaseline:
         return out if isinstance(out, tuple) else (out,)
 
     def out_of_step(self, calls: int) -> None:
-        """Make some calls of a callable, fewer than a replay has, at random."""
+        """Make a random number of calls, fewer than a replay has."""
         if not self._held:
             return
         if self._alone is None and self.issued is None:
@@ -125,7 +125,7 @@ class BoundBaseline:
             alone()
 
     def _taken(self, like: tuple[Any, ...]) -> list[Any]:
-        """Exhaust what PyTorch has in reserve for such outputs, so that it asks for more."""
+        """Use up PyTorch's cached blocks of this size, so that it asks for another next time."""
         taken: list[Any] = []
         for one in like:
             if type(one) is not self._torch.Tensor:  # which `kept` refuses

@@ -124,7 +124,7 @@ class Bench:
         return self._entries[name].energy()
 
     def settle(self) -> None:
-        """Wait until nothing is computed beside, so that the host's own times can be taken.
+        """Wait until helper processes are idle, so that host times can be measured.
 
         It takes as long as NumPy needs for the next problem.
         """

@@ -94,7 +94,7 @@ def called_entry(
 def _with(
     buffers: Mapping[str, Buffer], plan: CallPlan, workspaces: Mapping[tuple[str, int], Buffer]
 ) -> dict[str, Buffer]:
-    """A problem's tensors and the memory beside them."""
+    """The problem's buffers with the call's workspaces."""
     return {**buffers, **{item[0]: workspaces[item] for item in plan.workspaces.items()}}
 
 

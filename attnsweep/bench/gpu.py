@@ -29,7 +29,7 @@ def is_its_own(detail: str) -> bool:
 
 
 class WorkerError(Exception):
-    """A call that failed in the worker. `status` is the one that its row should have."""
+    """Raised when a call fails in the GPU process. `status` is the one that its row should have."""
 
     def __init__(self, status: Status, detail: str, payload: Any = None) -> None:
         super().__init__(detail)
@@ -83,7 +83,7 @@ class Gpu(ABC):
     def call(
         self, method: str, *arguments: Any, timeout_s: float | None = None, keep: bool = False
     ) -> Any:
-        """Call a method of what has the problem open.
+        """Call a method of the Bench in the GPU process.
 
         timeout_s: default: that of an ordinary call. keep: repeat the call in each new process
         that replaces this one, as entries must be there.

@@ -326,7 +326,7 @@ class Finals:
             yield from self._again(wanted, rounds, replay)
 
     def _times(self, names: Iterable[str]) -> dict[str, list[float]]:
-        """The rounds that rank of these entries."""
+        """The rounds that rank these entries."""
         return {name: self._entries[name].samples[self._kind] for name in names}
 
     def _more(self, names: Sequence[str], taken: int) -> int:
@@ -438,7 +438,7 @@ class Finals:
                     entry.trial = entry.trial.with_(accuracy=accuracy.model_copy(update=counted))
 
     def _lose(self, name: str, error: WorkerError) -> None:
-        """An entry failed, and leaves; the others go on."""
+        """Remove an entry that failed; the others go on."""
         self._fail(name, self._entries.pop(name).trial, error)
 
     def _fail(self, name: str, trial: Trial, error: WorkerError) -> None:

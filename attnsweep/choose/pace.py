@@ -127,7 +127,7 @@ def _of_session(rows: Sequence[Trial]) -> dict[int, float]:
     names = {label_of_row(trial): trial for trial in raced}
 
     def alone(trial: Trial) -> float:
-        """The time of a row by what is known of itself."""
+        """The row's median; without rounds its first time, by the usual ratio of the two."""
         if rounds_of(trial):
             return us[id(trial)]
         first = _first_us(trial) * of_first, _first_cycles(trial) * of_cycles

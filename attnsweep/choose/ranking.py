@@ -107,7 +107,7 @@ Members = Callable[[], Sequence[Trial]]
 
 
 def members_of(trials: Sequence[Trial], *, distinct: bool = False) -> Mapping[Problem, Members]:
-    """The problems of these rows, and what gives their rows. distinct: see `ranked`."""
+    """The problems of these rows, and what reads the rows of one. distinct: see `ranked`."""
     if not distinct and not isinstance(trials, StoredRows):
         trials = [*{trial.key: trial for trial in trials}.values()]
     return of_problems(trials)

@@ -234,7 +234,7 @@ def measured(times: Sequence[float]) -> Measurement:
 
 
 def together(rows: Sequence[Trial]) -> list[Trial]:
-    """Rows that were timed in the same rounds, each with how many they are and a name for all.
+    """Mark rows that share rounds with the group's name and size.
 
     They are stored one by one. If that is interrupted, a resumed run sees that some are missing.
     """

@@ -246,7 +246,7 @@ _LONG_S = 2.0
 
 @contextlib.contextmanager
 def reading(*places: Path | None) -> Iterator[None]:
-    """Read runs, None for the latest: if that takes long, say so on stderr.
+    """A context for reading runs; after two seconds it says on stderr what is being read.
 
     Collection pauses: rows hold no cycles, and it took 1.0 of 3.1 s of 10,000 trials' report.
     """

@@ -16,7 +16,7 @@ _MOST = 200
 
 
 def archs(incomplete: str) -> list[str]:
-    """Architectures."""
+    """Architecture names that begin with what is typed."""
     return _beginning(incomplete, ARCHS)
 
 

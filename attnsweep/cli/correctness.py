@@ -285,7 +285,7 @@ def _covered_lines(covered: dict[str, Any]) -> Iterator[str]:
 def _finding(
     machine: Any, family: Family, config: Config, how: dict[str, Any], case: Case
 ) -> str | None:
-    """The fault of a case, or None. Raises KernelError if it cannot be built."""
+    """Run one case and return its fault, or None. Raises KernelError if it cannot be built."""
     from attnsweep.tools.simulator import BuildError, SimtError
 
     try:

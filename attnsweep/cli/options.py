@@ -24,7 +24,7 @@ def argument(text: str, metavar: str, **how: Any) -> Any:
 
 
 def share(text: str) -> float:
-    """The share that an option's word says: `0.03` or `3%`."""
+    """Parse a share: `0.03` or `3%`."""
     try:
         return share_of_text(text)
     except ShareError as error:
@@ -32,7 +32,7 @@ def share(text: str) -> float:
 
 
 def arch(text: str) -> Any:
-    """The option --arch. text: its help, with {} in place of the architectures."""
+    """A Typer option --arch. text: its help, with {} in place of the architectures."""
     archs = text.format(", ".join(ARCHS))
     return typer.Option("--arch", help=archs, autocompletion=completion.archs)
 

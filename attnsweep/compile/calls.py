@@ -70,7 +70,7 @@ def with_calls(spec: SweepSpec, tracers: Tracers) -> SweepSpec:
 def known_space(
     family: CalledFamily, selection: Selection, tracer: Tracer, problems: Sequence[Problem]
 ) -> tuple[CalledFamily, Selection]:
-    """The family and the selection with what the file alone knows: see with_calls.
+    """Fill in what only the user's file knows, such as its autotuner's configs: see with_calls.
 
     Several autotuners of a call are axes of variants; widened configs are values of parameters.
 
@@ -181,7 +181,7 @@ class CalledBuild(Build):
 
     @property
     def traced(self) -> Traced:
-        """What the call launches. Raises CompileError with what went wrong."""
+        """The finished trace of the call. Raises CompileError with what went wrong."""
         found: Any = self.futures["call"].result()
         assert isinstance(found, Traced)
         return found
@@ -192,12 +192,12 @@ class CalledBuild(Build):
 
     @property
     def launched(self) -> dict[str, Launch]:
-        """Its launches, once it is traced."""
+        """Launches by stage name; waits for the trace."""
         return {name: launch for name, _, launch in self.traced.stages}
 
     @property
     def facts(self) -> dict[str, object]:
-        """What a row says of the call beside its config."""
+        """The `call` entry of the row: function, closure, versions, what its proof covers."""
         traced, tracer = self.traced, tracers_of(self.compiler).of(self.kernel.call)
         facts = {"function": self.kernel.call, "closure": traced.closure, **tracer.versions}
         covers = THIS_BINARY if traced.cases else "any length, each by code of its own"
@@ -237,7 +237,7 @@ class CalledBuild(Build):
         return Candidate(*own, deterministic=False, cases=cases)
 
     def on_any_length(self) -> Candidate:
-        """The same, to be checked on small cases of any length, whose code is compiled for it.
+        """The candidate with the usual small cases, each compiled anew for its own lengths.
 
         Raises CompileError.
         """

@@ -93,7 +93,7 @@ class Build:
 
     @property
     def facts(self) -> dict[str, object]:
-        """What its row says beside its config and its code."""
+        """Further fields of its row."""
         return {}
 
     @property
@@ -250,12 +250,12 @@ class Build:
 
 
 def compiled_row(build: Build, spec: SweepSpec) -> Trial:
-    """The row of a candidate as far as its compiled code decides it: ok means worth running."""
+    """The candidate's row after compiling; status ok means that it is worth running."""
     return compiled_candidate(build, spec)[0]
 
 
 def compiled_candidate(build: Build, spec: SweepSpec) -> tuple[Trial, Candidate | None]:
-    """The same row and, if it is ok, the candidate, which need not be made again."""
+    """The row of `compiled_row`, and the candidate itself if that row is ok."""
     try:
         cubins = build.cubins()
         stages = [(name, cubins[name], launch) for name, launch in build.launched.items()]

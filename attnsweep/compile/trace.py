@@ -187,14 +187,14 @@ class Tracer:
         return found
 
     def _told(self, do: str, **asked: Any) -> Any:
-        """What functions of the user's answer. Raises KernelError if they fail."""
+        """Ask functions of the user's file. Raises KernelError if they fail."""
         try:
             return self._answer(do, **asked)
         except CompileError as error:
             raise KernelError(error.what, where=self.call) from error
 
     def _answer(self, do: str, **asked: Any) -> Any:
-        """What the process answers, or answered before to the same files."""
+        """Ask the process, or return its cached answer for the same files."""
         place = self._place(self.closure, self.call.rpartition(":")[2], do, asked)
         if (kept := self._kept(place)) is not None:
             return kept["value"]
@@ -310,7 +310,7 @@ class Tracer:
                 asked.set_exception(CompileError("the process that traces has ended", log=""))
 
     def _read(self, entry: Path) -> Traced | None:
-        """An entry of the cache, if it is whole and of the files as they are."""
+        """Read a cache entry; None if it is damaged or the user's files have changed."""
         begin = time.perf_counter()
         try:
             found = json.loads((entry / "trace.json").read_bytes())

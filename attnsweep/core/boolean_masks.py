@@ -70,7 +70,7 @@ def fewest(problem: Problem, most: int) -> npt.NDArray[np.int64]:
 
 @lru_cache(maxsize=64)
 def counts(problem: Problem) -> tuple[int, int]:
-    """Pairs that are seen, and rows that see a key, of one head in the whole batch."""
+    """Count visible pairs, and rows that see a key, of one head over the whole batch."""
     pairs = rows_with_keys = 0
     items = problem.batch if problem.mask.of_item else 1
     for item in range(items):
@@ -108,7 +108,7 @@ def _tiles(problem: Problem) -> list[npt.NDArray[np.int64]]:
 
 
 def _random(seed: int, rows: Any, columns: Any) -> npt.NDArray[np.uint64]:
-    """Sixty-four bits at random of each pair of a row and a column: SplitMix64 of its number."""
+    """Sixty-four random bits for each (row, column): SplitMix64 of the pair's number."""
     x = np.asarray(rows, np.uint64) << np.uint64(32) | np.asarray(columns, np.uint64)
     x = np.atleast_1d(x ^ np.uint64(mixed(seed + 1))) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
@@ -118,5 +118,5 @@ def _random(seed: int, rows: Any, columns: Any) -> npt.NDArray[np.uint64]:
 
 
 def _percent(seed: int, rows: Any, columns: Any) -> npt.NDArray[np.uint64]:
-    """Whole numbers below 100 at random."""
+    """A random whole number below 100 for each (row, column)."""
     return _random(seed, rows, columns) % np.uint64(100)

@@ -158,7 +158,7 @@ def whole_cases(problem: Problem) -> tuple[Case, ...]:
 def served_cases(
     cases: Iterable[Case], problem: Problem, serves: Callable[[Problem], bool]
 ) -> tuple[Case, ...]:
-    """Each of these cases of `problem` as a family can take it: the smallest shape near it.
+    """The cases, each at the smallest nearby shape that the family serves.
 
     The nearest have as many heads as key heads or as the problem, its batch, and lengths that are
     multiples of 8 to 512 or equal. A case that has none is left out.
@@ -170,7 +170,7 @@ def served_cases(
 
 
 def _near(case: Case, whole: Problem) -> Iterator[Case]:
-    """The case, then like ones with other sizes, the smallest first; none with more keys."""
+    """Yield the case, then cases of other sizes, smallest first, none with more keys."""
     yield case
     own, group = case.problem, whole.heads // whole.heads_kv
     heads = [(own.heads, own.heads_kv), (own.heads, own.heads), (group, 1), (2 * group, 2)]
@@ -224,7 +224,7 @@ def _paged(case: Case, whole: Problem, number: int) -> Case:
 
 
 def _padded(case: Case, number: int, least: int) -> Case:
-    """A case with padding on the right or the left, in turns, whose second item has other keys.
+    """The case with padding, right and left alternating, whose items have unequal lengths.
 
     Kernels learn the ranges on the device, so that those of a case may be any. The item with all
     keys keeps hard inputs hard.
@@ -270,7 +270,7 @@ def short_turns(problem: Problem, sm_count: int) -> Case | None:
 
 
 def _of_one_length(problem: Problem) -> Problem:
-    """The problem, of a paged one that with equal lengths."""
+    """The problem; a paged one gets equal lengths."""
     if not isinstance(problem.layout, Paged):
         return problem
     return replace(problem, layout=replace(problem.layout, lengths=(), shared=0))

@@ -121,7 +121,7 @@ _MOST = 20
 
 
 def errors_of(details: Iterable[str | None]) -> list[str]:
-    """The lines of every error that a compiler reported in these rows' details, each error once."""
+    """Every distinct compiler error in these rows' details, as lines."""
     logs = ["\n".join((detail or "").splitlines()[1:]) for detail in details]
     found = list(dict.fromkeys(error for log in logs for error in compiler_errors(log)))
     lines = [line for error in found[:_MOST] for line in error.splitlines()]

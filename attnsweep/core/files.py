@@ -29,7 +29,7 @@ def shipped(folder: str) -> Path:
 
 
 def read_code(path: str | Path) -> bytes:
-    """The bytes of a cubin; runs keep theirs compressed, with another `.xz`. Raises OSError.
+    """Read a cubin; inside a run it is the compressed file `NAME.xz`. Raises OSError.
 
     A packed run has those of all its winners in one archive, beside where that file was.
     """
@@ -49,7 +49,7 @@ def _unpacked(path: Path, data: bytes) -> bytes:
 
 
 def packed_code(folder: Path) -> Mapping[str, bytes]:
-    """The cubins in the archive of a run's folder, by name; none without one. Raises OSError."""
+    """Cubins by name from the folder's archive; empty without one. Raises OSError."""
     archive = folder / ARCHIVE
     return _members(archive, archive.stat().st_mtime_ns) if archive.is_file() else {}
 

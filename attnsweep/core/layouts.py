@@ -45,7 +45,7 @@ Fault = tuple[str, str | None]
 
 
 class _Layout:
-    """What all layouts answer alike but for the one that says otherwise."""
+    """The answers that most layouts share; a layout overrides those that differ."""
 
     __slots__ = ()
     cache_dtype: str | None = None
@@ -85,16 +85,16 @@ class _OfItems(_Layout):
         return sum(interval.pairs(seqlen_q, seqlen_k, own) for own in self.ranges(batch, seqlen_k))
 
     def empty_rows(self, interval: Interval, batch: int, seqlen_q: int, seqlen_k: int) -> int:
-        """Queries of a head that see no key, in the whole batch."""
+        """Number of queries of one head, over the whole batch, that see no key."""
         ranges = self.ranges(batch, seqlen_k)
         return sum(interval.empty_rows(seqlen_q, seqlen_k, own) for own in ranges)
 
     def unseen(self, batch: int, seqlen_k: int) -> int:
-        """Keys of a head, in the whole batch, that no query may see."""
+        """Number of keys of one head, over the whole batch, that no query may see."""
         return sum(seqlen_k - end + first for first, end in self.ranges(batch, seqlen_k))
 
     def faults(self, p: Problem) -> Iterator[Fault]:  # noqa: ARG002
-        """What a problem cannot have beside it."""
+        """Name what a problem with this layout cannot have."""
         yield from ()
 
 
@@ -159,7 +159,7 @@ class Padded(_OfItems):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Numbers that distinguish such layouts."""
+        """The layout's numbers, which tell two layouts of this class apart."""
         return int(self.side == "left"), self.least, self.seed
 
     @property
@@ -185,7 +185,7 @@ class Padded(_OfItems):
         return {"key_range": self.ranges(batch, seqlen_k)}
 
     def faults(self, p: Problem) -> Iterator[Fault]:
-        """What a problem cannot have beside it."""
+        """Name what a problem with this layout cannot have."""
         if p.mask.as_tensor and not p.mask.of_item:
             yield "a boolean mask that hides padding is of each item", "write boolean: [item]"
 
@@ -271,7 +271,7 @@ class Packed(_Layout):
         return 0
 
     def faults(self, p: Problem) -> Iterator[Fault]:
-        """What a problem cannot have beside it."""
+        """Name what a problem with this layout cannot have."""
         if p.batch > 1:
             hint = "write batch 1, and as seqlen the tokens of all sequences"
             yield "packed sequences are a batch of 1", hint
@@ -308,7 +308,7 @@ class Gathered(_OfItems):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Numbers that distinguish such layouts."""
+        """The layout's numbers, which tell two layouts of this class apart."""
         return 4, len(self.of_cache), *self.lengths
 
     @property
@@ -383,7 +383,7 @@ class Paged(_OfItems):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Numbers that distinguish such layouts."""
+        """The layout's numbers, which tell two layouts of this class apart."""
         own = (self.page_size, self.order == "hnd", bool(self.cache_dtype), self.shared, self.seed)
         return 3, *map(int, own), *self.lengths
 
@@ -469,7 +469,7 @@ class Paged(_OfItems):
         return self.slots(batch, seqlen_k) - sum(self.of_items(batch, seqlen_k))
 
     def faults(self, p: Problem) -> Iterator[Fault]:
-        """What a problem cannot have beside it."""
+        """Name what a problem with this layout cannot have."""
         if self.lengths and len(self.lengths) != p.batch:
             hint = f"write batch {len(self.lengths)}"
             yield f"a cache of {len(self.lengths)} lengths is of as many items", hint

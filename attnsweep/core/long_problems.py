@@ -22,7 +22,7 @@ def is_long(problem: Problem) -> bool:
 
 
 def has_shorter(problem: Problem) -> bool:
-    """Whether a problem is long, and much of it can be learned on another."""
+    """Whether a problem is long, and most of its sweep can be done on a shorter one."""
     return is_long(problem) and shorter(problem) != problem
 
 

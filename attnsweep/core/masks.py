@@ -46,7 +46,7 @@ class Mask(Protocol):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Numbers that distinguish masks of a kind."""
+        """The mask's numbers, which tell two masks of one kind apart."""
 
     @property
     def label(self) -> str:
@@ -57,7 +57,7 @@ class Mask(Protocol):
         """As rows and specs have it."""
 
     def of_lengths(self, seqlen_q: int, seqlen_k: int) -> Mask:
-        """The one of all equal masks of these lengths that problems have."""
+        """The canonical mask among all that are equal at these lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Interval:
         return left, right, int(self.top_left), 0, 0, 0
 
     def of_lengths(self, seqlen_q: int, seqlen_k: int) -> Interval:
-        """The one of all equal masks of these lengths that problems have."""
+        """The canonical mask among all that are equal at these lengths."""
         same = seqlen_q == seqlen_k or self.sides == (None, None)
         return replace(self, top_left=False) if self.top_left and same else self
 
@@ -249,7 +249,7 @@ class Boolean:
         return self.interval.facts | {"boolean": own}
 
     def of_lengths(self, seqlen_q: int, seqlen_k: int) -> Boolean:
-        """The one of all equal masks of these lengths that problems have."""
+        """The canonical mask among all that are equal at these lengths."""
         if self.pattern is not None:
             return self
         return replace(self, shows=self.interval.of_lengths(seqlen_q, seqlen_k))

@@ -1,4 +1,4 @@
-"""A run of several cards: what each of them measured, and its winners.
+"""The report's part on several cards: what each measured, and its winners.
 
 A problem's rows are of one card, so a run does not show whether two would choose alike.
 """

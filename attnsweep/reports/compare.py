@@ -104,7 +104,7 @@ def _over(baseline: str, section: Section) -> float:
 
 
 def _side(section: Section, others: Row | None) -> dict[str, Any]:
-    """One run's rows of a problem: our best, and the baselines of the problem's format.
+    """One run's rows of a problem: the best candidate, and baselines in the problem's format.
 
     others_winner_ratio: how many times as long as the winner the other run's winner takes here;
     None if it has no ranked row.

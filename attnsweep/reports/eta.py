@@ -28,7 +28,7 @@ _SHARE, _ROWS = 0.5, 32
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Seconds left."""
+    """An estimate of the seconds left."""
 
     seconds: float
 

@@ -385,7 +385,7 @@ def _rules(
 
 
 def _beside(section: Section, row: Row | None) -> list[tuple[str, Row]]:
-    """The rows to compare with, fastest first."""
+    """Rows to show beside the explained one, fastest first."""
     picked: dict[int, tuple[str, Row]] = {}
 
     def add(part: str, other: Row | None) -> None:

@@ -549,7 +549,7 @@ def short(value: float | None) -> float | None:
 
 
 def best_so_far(trials: Sequence[Trial]) -> list[dict[str, Any]]:
-    """The points where the least first time of a family falls, and one at its last candidate.
+    """The falling curve of a family's best first time, ending at its last candidate.
 
     trials: rows of one problem, in the order of the file, which is the order of first appearance.
     Times are first times in microseconds: those of rounds come after the search. `s`: the seconds

@@ -110,7 +110,7 @@ class _Watched(Observer):
     # -- what a form shows ------------------------------------------------------------------
 
     def begin(self, candidates: int) -> None:
-        """Candidates are tried on another problem from now on."""
+        """Begin another problem with this many candidates."""
 
     def show(self, phase: str, done: int, total: int, baseline: str = "") -> None:
         """The phase is this far: `search`, `race`, `baselines` or `finals`."""

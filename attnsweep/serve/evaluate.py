@@ -57,7 +57,7 @@ class Swept:
 
 @dataclass(frozen=True)
 class Judged:
-    """One shape. regret and gain are None if the choice was not timed."""
+    """How good a package's choice for a shape is; regret and gain are None if it was not timed."""
 
     run: str
     shape: str

@@ -154,7 +154,7 @@ def portfolios_of(winners: Sequence[Chosen]) -> list[Portfolio]:
 
 
 def _times_as_long(winner: Chosen, cuts: Collection[Hashable] = ()) -> dict[str, float]:
-    """Of the winner of a shape and its rivals. cuts: of those alone that cut calls so."""
+    """Time over the winner's of each candidate for a shape. cuts: of those that cut calls so."""
     return {
         key: 1 + each.slower
         for key, each in winner.candidates.items()

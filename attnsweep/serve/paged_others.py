@@ -74,7 +74,7 @@ def _unpacked(call: Arguments, by: Any) -> tuple[Any, Any]:
 
 
 def _seen(call: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which keys of a gathered cache each query sees, (batch, rows, keys); and which there are."""
+    """Boolean masks over gathered keys: visible to each query (batch, rows, keys), and existing."""
     rows, device = call.q.shape[1], call.q.device
     keys = torch.arange(call.table.shape[1] * call.k.shape[1], device=device)
     lengths = call.lengths.clamp(0, len(keys))[:, None, None]

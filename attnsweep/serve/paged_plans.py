@@ -118,7 +118,7 @@ def problem_of_sizes(
 
 
 def _like(call: Arguments) -> tuple[Any, ...]:
-    """Sizes for `problem_of_sizes` of calls that are planned alike."""
+    """The rounded sizes that stand for all calls with one plan."""
     heads, head_dim = call.q.shape[-2:]
     _, page_size, heads_kv, _ = call.k.shape
     sizes = alike(call.batch, max(call.rows, 1), call.table.shape[1], call.begins is not None)
@@ -172,7 +172,7 @@ def _recorded() -> list[_Recorded]:
 
 
 def _kind(recorded: _Recorded, problem: Problem, gpu: str) -> tuple[float, ...]:
-    """How far the kind of a recorded problem is from a call's; only the nearest count."""
+    """Distance between a recorded problem's kind and a call's; only the nearest kind is used."""
     p, here = recorded.problem, problem.layout
     there = p.layout
     assert isinstance(here, Paged)
@@ -188,7 +188,7 @@ def _kind(recorded: _Recorded, problem: Problem, gpu: str) -> tuple[float, ...]:
 
 
 def _distance(recorded: _Recorded, problem: Problem) -> float:
-    """How far a recorded problem is from a call of its kind, in doublings of sizes."""
+    """Distance in sizes, in doublings, between a recorded problem and a call of its kind."""
     p, here = recorded.problem, problem.layout
     there = p.layout
     assert isinstance(here, Paged)

@@ -157,7 +157,7 @@ class SameCode:
             self._measured.setdefault(build.machine_code(), (build, trial))
 
     def of(self, build: Build) -> tuple[Build, Trial] | None:
-        """The candidate with the same machine code that ran, and its row."""
+        """The measured candidate with the same machine code, and its row; None if none has run."""
         return self._measured.get(build.machine_code()) if build.compiled else None
 
     def replace(self, build: Build, row: Trial) -> list[tuple[Build, Trial]]:

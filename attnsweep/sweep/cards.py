@@ -168,7 +168,7 @@ class Engine:
                 raise NoGpuError("no child process could use its card", hint=self._last_fault)
 
     def ready(self, wait_s: float) -> dict[InstalledCard, Environment]:
-        """What the cards say of themselves that are ready after at most wait_s."""
+        """Environments of the cards that become ready within wait_s seconds."""
         ends = time.monotonic() + wait_s
         while any(s.environment is None for s in self._alive) and time.monotonic() < ends:
             self._step()

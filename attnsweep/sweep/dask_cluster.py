@@ -49,7 +49,7 @@ class ClusterCard(InstalledCard):
 
     @property
     def hashed(self) -> str | None:
-        """Not known here."""
+        """None: the asking process does not know the hash of a worker's card."""
         return None
 
     def __str__(self) -> str:

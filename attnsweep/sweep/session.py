@@ -94,7 +94,7 @@ class Cards(Protocol):
 
     @property
     def firsts(self) -> Sequence[Problem]:
-        """A guess, before the plan, at the problems that the cards open first."""
+        """The problems that cards will probably open first, guessed before the plan."""
 
     def opened(self, session: SweepSession) -> AbstractContextManager[None]:
         """Start their processes while the context lasts."""
@@ -223,7 +223,7 @@ class SweepSession:
 
     @property
     def share(self) -> Share:
-        """What a card of this process needs."""
+        """The session as a card of this process uses it."""
         return Share(
             self.spec, self.environment, self.compiler, self.store, self.observer, self.seed
         )
@@ -231,7 +231,7 @@ class SweepSession:
     def describe(
         self, uuids: Iterable[str | None], facts: Sequence[Mapping[str, object]] | None = None
     ) -> None:
-        """Write what the run is of. uuids: more of its cards. facts: of its plan, at first."""
+        """Write the run's spec, environment and plan. uuids: of more cards. facts: the plan."""
         if facts is None and {*uuids} <= self._uuids:
             return
         self._uuids.update(uuids)

@@ -17,7 +17,7 @@ from attnsweep.family.family import Family
 
 
 def wakes(folders: Sequence[Path]) -> Iterator[object]:
-    """Something for each burst of changes in these folders. Raises ToolchainError."""
+    """Yield once for each burst of file changes in these folders. Raises ToolchainError."""
     try:
         import watchfiles
     except ImportError as error:

@@ -448,7 +448,7 @@ class Comparer:
         return _table(np.array(records, _REGION), max(most, GUARD_BYTES))
 
     def look(self, regions: LaunchRecords, first: int, guard_bytes: int = GUARD_BYTES) -> None:
-        """Add to each region's slot, from `first` on, count_outside and the wanted digest.
+        """Add to the slots from `first` on: each region's changed guard bytes, and its digest.
 
         guard_bytes: 0 if they have none.
         """

@@ -90,7 +90,7 @@ def _mistakes(
 def _places(
     wrong: npt.NDArray[np.bool_], rows: npt.NDArray[np.int64], problem: Problem
 ) -> list[str]:
-    """Which are wrong, if they have something in common. wrong: (heads, rows looked at)."""
+    """Say where errors are, if these have something in common. wrong: (heads, rows looked at)."""
     heads, at = np.flatnonzero(wrong.any(1)), rows[wrong.any(0)]
     found, last = [], problem.seqlen_q // TILE * TILE
     if 0 < len(heads) < problem.heads:

@@ -293,7 +293,7 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
 
 
 def _of_scale(problem: Problem) -> np.float32:
-    """What q is multiplied by beside a scale: a power of two, which changes no rounding."""
+    """The power of two by which q grows for a problem's own scale; no rounding changes."""
     octaves = round(math.log2(problem.head_dim**-0.5 / problem.scale))
     return np.float32(2.0 ** min(8, max(-8, octaves)))
 

@@ -170,7 +170,7 @@ def _few_heads(case: Case) -> Case:
 
 
 def _draws(case: Case) -> int:
-    """How many draws of a case show what its inputs cost at most."""
+    """Number of draws of inputs that a case's limits come from."""
     return _DRAWS if case.inputs != "normal" or case.problem.seqlen_k < TILE else 1
 
 

@@ -123,7 +123,7 @@ def row_error(out: npt.NDArray[Any], expected: npt.NDArray[Any], least: float = 
 
 
 def seen(squares: npt.NDArray[Any]) -> int:
-    """Rows that see a key, of their expected squares; at least 1. Empty rows are in no mean."""
+    """Number of rows whose expected square is not 0, at least 1. Empty rows are in no mean."""
     return max(1, int(np.count_nonzero(squares)))
 
 

@@ -57,7 +57,7 @@ class Answer:
 
     @classmethod
     def of(cls, problem: Problem, seed: int) -> Answer:
-        """Compute it here."""
+        """Compute the whole answer in this process."""
         timed, small = Case(problem), verify_cases.small_cases(problem)
         oracle = oracle_of(problem)
 
@@ -102,7 +102,7 @@ def turns(case: Case, seed: int) -> tuple[ExpectedCase, Maths]:
 
 
 class _Process:
-    """A process and what is asked of it, in order; it starts with the first large problem."""
+    """A helper process with its queue of requests; it starts with the first large problem."""
 
     def __init__(self, command: Sequence[str], least_bytes: int, longest_s: float) -> None:
         self.helper = HelperProcess(lambda: command)
@@ -180,7 +180,7 @@ class ReferencePool:
         self._turns: dict[tuple[Case, int], Future[tuple[ExpectedCase, Maths]]] = {}
 
     def begin(self, problem: Problem, seed: int) -> None:
-        """Have it computed, if it is not being computed."""
+        """Start to compute the answer in a helper process, unless that has begun."""
         key = problem, seed
         if key not in self._answers:
             self._dropped.discard(key)
@@ -202,7 +202,7 @@ class ReferencePool:
         return self._next.waited(asked)
 
     def begin_rounding(self, problem: Problem, rounds_scores: int, *, hard: bool = False) -> None:
-        """Have `rounding` computed, if it is not being computed."""
+        """Start `rounding` in a helper process, unless that has begun."""
         if (key := (problem, rounds_scores, hard)) not in self._maths:
             asked = self._limits.ask(problem, _always, rounding, problem, rounds_scores, hard=hard)
             self._maths[key] = asked
@@ -215,7 +215,7 @@ class ReferencePool:
         return self._limits.waited(self._maths[problem, rounds_scores, hard])
 
     def begin_turns(self, case: Case, seed: int) -> None:
-        """Have `turns` computed, if it is not being computed; the oldest are kept no longer."""
+        """Start `turns` in a helper process, unless that has begun; drop the oldest results."""
         key = case, seed
         asked = self._turns.pop(key, None)
         self._turns[key] = asked or self._short.ask(case.problem, _always, turns, case, seed)

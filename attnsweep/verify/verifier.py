@@ -38,7 +38,7 @@ _Bound = tuple[DeviceCase, Plan, Judgeable]
 
 @dataclass(slots=True)
 class _CheckedCall:
-    """A call that is being checked, and the slots of what it shows."""
+    """A call under check, and the slots that hold its findings."""
 
     device_case: DeviceCase
     outside: dict[str, int]
@@ -97,7 +97,7 @@ class Verifier(Calls):
         self._turns: DeviceCase | None = None
 
     def _begin(self, problem: Problem, rounds_scores: Collection[int]) -> None:
-        """Begin what limits of rounded scores and short turns of a problem need.
+        """Start the host's computations behind the limits and the short turns.
 
         Finalists alone are judged on the hard case: its limits come last.
         """
@@ -111,7 +111,7 @@ class Verifier(Calls):
             self._pool.begin_turns(turns, self._seed)
 
     def _know_limits(self, rounds_scores: int, case: Case | None = None) -> None:
-        """Take what the limits come from of the process beside: here, imports would slow it."""
+        """Take the limits' inputs from the helper process; computing them here would be slower."""
         case = case or self.timed.case
         often = limits.rounded_scores(case.problem, rounds_scores)
         if (case, often) not in self._maths:
@@ -120,7 +120,7 @@ class Verifier(Calls):
                 self._maths.update(self._pool.rounding(case.problem, often, hard=hard))
 
     def settle(self) -> None:
-        """Wait until the host computes nothing, so that its own times can be taken."""
+        """Wait until helper processes are idle, so that host times can be measured."""
         self._pool.wait()
 
     @proves("candidates")
@@ -381,7 +381,7 @@ class Verifier(Calls):
     def _named(
         self, accuracy: Accuracy, timed: Mapping[str, float], of_format: Mapping[str, float]
     ) -> Accuracy:
-        """The accuracy with the seed and the timed error, and in FP8 with what the format costs.
+        """Add the seed and the timed error to an accuracy, and in FP8 the format's own error.
 
         timed: the findings on the timed problem. of_format: those of DeviceCase.compare_format.
         """
@@ -401,7 +401,7 @@ class Verifier(Calls):
         workspaces: Mapping[tuple[str, int], Buffer],
         digests: Digests,
     ) -> Proven:
-        """A candidate of the very launches that gave these digests when they were proved right.
+        """The proof of identical launches that gave these digests before.
 
         Nothing is launched: the outputs of its replays are compared with what was right then.
         """

@@ -178,7 +178,7 @@ class Model:
             self.mean = self.mean + self.gains[number] * off
 
     def worth(self) -> Floats:
-        """[configs]: by what share each is expected to lower the best; of tried ones too."""
+        """[configs]: expected improvement of each, tried ones too, as a share of the best time."""
         failed = {number for number, value in self.tried.items() if math.isnan(value)}
         good = [number for number in self.gains if number not in failed]
         if not good:
