@@ -85,10 +85,13 @@ class ProblemContext:
         if where is None or not mhz:
             return {}
         us, l2 = _device_us(trial)
-        slower = where.clock_hz / 1e6 / mhz
-        limits = self._bounds_of(trial).items()
-        now = {unit: least if unit == "memory" else least * slower for unit, least in limits}
-        binds = binding(now, self.problem, l2_bytes=where.l2_bytes, l2=l2)
+        key = (trial.recorded, trial.recorded_on, l2, mhz)
+        if key not in self._bounds:
+            slower = where.clock_hz / 1e6 / mhz
+            limits = self._bounds_of(trial).items()
+            now = {unit: least if unit == "memory" else least * slower for unit, least in limits}
+            self._bounds[key] = binding(now, self.problem, l2_bytes=where.l2_bytes, l2=l2)
+        binds = self._bounds[key]
         if binds is None:
             return {}
         return {"light": binds[1] / us, "light_by": binds[0], "light_mhz": mhz}
@@ -107,7 +110,6 @@ _HELD = (
     *("rounds", "timed_as", "over_limit", "recorded", "machine"),
 )
 _AT = {name: at for at, name in enumerate(_HELD)}
-_OWN = [name for name in (*_HELD, "problem", "best_baseline") if name in COLUMNS]
 
 
 class Row(Mapping[str, Any]):
@@ -175,8 +177,9 @@ class Row(Mapping[str, Any]):
     def columns(self, config: object) -> dict[str, Any]:
         """All columns, in order. config: what stands for the config, whose text takes time."""
         trial: Trial = self["trial"]
-        whole = _UNKNOWN | {name: self[name] for name in _OWN}
-        whole["trial"] = trial
+        whole = _UNKNOWN | dict(zip(_HELD, self._held, strict=True)) | {"trial": trial}
+        del whole["machine"]
+        whole["problem"], whole["best_baseline"] = self["problem"], self["best_baseline"]
         accuracy, used = trial.accuracy, trial.resources
         whole["config"], whole["recorded_on"] = config, trial.recorded_on
         whole["variant"] = " ".join(trial.variant.values())
