@@ -174,7 +174,7 @@ def middle_ratio(times: Sequence[float], others: Sequence[float]) -> float:
 
 
 def _equally_good(trials: Sequence[Trial]) -> list[Trial]:
-    """The candidates of a shared rank that are as good as the fastest of them."""
+    """The candidates of a shared rank that rounds do not show slower than its fastest."""
     best = _sorted(trials, _median)[0]
     good = [best]
     for trial in trials:

@@ -317,7 +317,7 @@ def _recorded(path: Path, command: Sequence[str]) -> SweepSpec:
 
 
 class _Failed(AttnsweepError):
-    """The program failed, or has nothing to make faster."""
+    """Raised when the user's program fails, or has no attention call to make faster."""
 
     def __init__(self, what: str, code: int) -> None:
         super().__init__(what)

@@ -398,7 +398,7 @@ class _JsonLines(_Watched):
         )
 
     def write(self, event: str, **facts: Any) -> None:
-        """One line."""
+        """Write an event as a line of JSON."""
         elapsed_s = round(time.monotonic() - self._begun, 3)
         line = json.dumps({"event": event, "elapsed_s": elapsed_s, **self._facts, **facts})
         self.console.file.write(f"{line}\n")

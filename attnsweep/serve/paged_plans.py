@@ -427,7 +427,7 @@ def _decoding(choice: _Choice, call: Arguments, index: int) -> BoundLaunches:
 
 
 def _with(kernel: Kernel, numbers: tuple[Any, ...], **facts: Any) -> Kernel:
-    """A kernel whose last arguments are these numbers."""
+    """The kernel with these numbers in the place of its last arguments."""
     args = (*kernel.launch.args[: -len(numbers)], *numbers)
     return kernel._replace(launch=replace(kernel.launch, args=args, **facts))
 

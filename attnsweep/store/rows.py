@@ -256,7 +256,7 @@ class _Fields:
         return struct
 
     def made(self, struct: Any) -> Any:
-        """The object of a struct."""
+        """Make the row's object from a decoded JSON line."""
         facts = asdict(struct)
         for name, part in self._parts.items():
             if facts[name] is not None:

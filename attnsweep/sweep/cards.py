@@ -229,7 +229,7 @@ class Engine:
 
     @property
     def _awaits(self) -> bool:
-        """Whether a card went away so lately that it may come back."""
+        """Whether any card was lost so recently that the run still waits for it."""
         since = time.monotonic() - AWAY_S
         return any(seat.away_at is not None and seat.away_at > since for seat in self._seats)
 

@@ -164,7 +164,7 @@ class Pipe:
         self.line(json.dumps({"say": say, **facts}).encode())
 
     def line(self, data: bytes) -> None:
-        """One message that is JSON already."""
+        """Send a message whose text is JSON already."""
         with self._lock:
             self._out.write(data + b"\n")
             self._out.flush()

@@ -65,7 +65,7 @@ def sampled(problem: Problem, seed: int, flops: float | None = None) -> tuple[Ro
 
 
 def rows_of(problem: Problem, output: str) -> int:
-    """Rows of an output that are not 0 whatever the inputs: of queries and keys with a pair."""
+    """Number of rows of an output that can be other than 0: of queries and keys with a pair."""
     if output == "dq":
         return problem.heads * problem.rows_with_keys
     low, high = problem.diagonals

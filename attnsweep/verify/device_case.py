@@ -215,7 +215,7 @@ class DeviceCase:
         return exact
 
     def compare_format(self, slot: int) -> bool:
-        """Compare the output on the inputs as made with that before they were rounded to FP8.
+        """Measure what FP8 costs: the output's distance from float64 on inputs before rounding.
 
         Returns whether anything was compared: only a timed case in FP8 has such inputs.
         """

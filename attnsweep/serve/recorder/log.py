@@ -21,8 +21,9 @@ TORCH, EVERY_CALL, COMPILED = "torch", "every-call", "compiled"
 
 
 class Log:
-    """The files of a process. A forked child begins files of its own.
+    """The files to which one process of a program writes its calls.
 
+    A forked child begins files of its own.
     A kind is a line of JSON, written when it is first seen. The counts are in a shared mapping, so
     that they outlive the process however it ends.
     """
