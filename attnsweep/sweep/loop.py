@@ -101,7 +101,10 @@ def _is_begun_elsewhere(item: PlannedProblem, share: Share) -> bool:
 def sweep_problem(
     candidates: Candidates, gpu: Gpu, share: Share, then: Problem | None = None
 ) -> None:
-    """Compile, check, race and rank the candidates of one problem on one card. candidates: as `begin` gave them. then: what the card probably gets next."""
+    """Compile, check, race and rank the candidates of one problem on one card.
+
+    candidates: as `begin` gave them. then: what the card probably gets next.
+    """
     sweep = _ProblemSweep(candidates, gpu, share)
     candidates.start()
     sweep.choose_entrants()
