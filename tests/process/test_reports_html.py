@@ -227,11 +227,17 @@ def pages(tmp_path_factory):
         page.write(run(), directory / f"{name}.html")
         addresses[f"{name}.html{fragment}"] = style or "width:1280px;"
     addresses["several.html?phone"] = "width:360px;"
+    addresses["recorded.html?tablet"] = "width:768px;"
     found, said, asked = drawn(directory, addresses)
     assert (said, asked) == ([], [])
     assert set(found) == set(addresses)
     assert all(DRAWN in each.html for each in found.values())
-    return {re.split("[.?#]", name)[0] + ("?phone" in name) * " on a phone": each for name, each in found.items()}
+    places = {"?phone": " on a phone", "?tablet": " on a tablet"}
+
+    def named(name):
+        return re.split("[.?#]", name)[0] + "".join(said for sign, said in places.items() if sign in name)
+
+    return {named(name): each for name, each in found.items()}
 
 
 def plots(document: str, problem: int) -> dict[str, str]:
@@ -308,7 +314,7 @@ def test_no_text_of_a_plot_is_cut_on_a_phone(pages):
 
 
 @browser
-@pytest.mark.parametrize("name", ["scaled", "several", "several on a phone"])
+@pytest.mark.parametrize("name", ["scaled", "several", "several on a phone", "recorded on a tablet"])
 def test_no_table_is_wider_than_its_place(pages, name):
     assert pages[name].scrolls == []
 
