@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 from elftools.elf.elffile import ELFFile
 
-from attnsweep.compile import sass
+from attnsweep.compile import elf, sass
 from attnsweep.compile.nvrtc import Compiler, Cubin
 from attnsweep.core.errors import CompileError
 from attnsweep.core.hardware import Arch
@@ -27,12 +27,6 @@ _ENTRY = re.compile(r"Compiling entry function '(?P<name>[^']+)'")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SMEM = re.compile(r"(\d+) bytes smem")
-# Attributes in a cubin's .nv.info.<function>: place and size of a parameter, in two encodings, and
-# the end of the last parameter; and in its .nv.info: a function's stack. NVIDIA documents none of
-# them. nvdisasm calls them EIATTR_KPARAM_INFO, EIATTR_KPARAM_INFO_V2, EIATTR_CBANK_PARAM_SIZE and
-# EIATTR_FRAME_SIZE.
-_PARAMETER, _PARAMETER_V2, _ALL_PARAMETERS, _STACK = 0x17, 0x45, 0x19, 0x11
-_WITH_PAYLOAD = 4
 # ptxas messages about code that runs, but not as written: wgmma serialised, setmaxnreg ignored.
 _WARNING = re.compile(r"(?:warning|info)\s*:\s*\((C75\d\d)\) (.+)")
 
@@ -83,18 +77,17 @@ def _parameters(cubin: Path, digest: str, function: str) -> tuple[int, ...] | No
     digest: hash of the file's content; part of the cache's key.
     """
     with cubin.open("rb") as file:
-        section = ELFFile(file).get_section_by_name(f".nv.info.{function}")
-        info = b"" if section is None else section.data()
-    if not info:
+        known = [*elf.attributes(ELFFile(file), f".nv.info.{function}")]
+    if not known:
         return None
     places: dict[int, tuple[int, int]] = {}
     end = 0
-    for kind, value, payload in _attributes(info):
-        if kind == _ALL_PARAMETERS:
+    for kind, value, payload in known:
+        if kind == elf.ALL_PARAMETERS:
             end = value
-        elif kind in (_PARAMETER, _PARAMETER_V2):
+        elif kind in (elf.PARAMETER, elf.PARAMETER_V2):
             number, offset, size = struct.unpack_from("<4xHHI", payload)
-            places[number] = offset, size >> 18 if kind == _PARAMETER else size & 0xFFFF
+            places[number] = offset, size >> 18 if kind == elf.PARAMETER else size & 0xFFFF
     if end != max((sum(place) for place in places.values()), default=0):
         return None  # an unknown encoding
     return tuple(size for _, (_, size) in sorted(places.items()))
@@ -102,26 +95,8 @@ def _parameters(cubin: Path, digest: str, function: str) -> tuple[int, ...] | No
 
 def stack_bytes(cubin: Path) -> dict[str, int]:
     """Function name to the bytes of a thread's stack: spilled registers, and arrays not in them."""
-    found: dict[str, int] = {}
     with cubin.open("rb") as file:
-        elf = ELFFile(file)
-        info, symbols = (elf.get_section_by_name(name) for name in (".nv.info", ".symtab"))
-        for kind, _, payload in _attributes(info.data() if info and symbols else b""):
-            if kind == _STACK:
-                number, size = struct.unpack_from("<II", payload)
-                found[symbols.get_symbol(number).name] = size
-    return found
-
-
-def _attributes(info: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """The kind, value and payload of each attribute of a section .nv.info."""
-    at = 0
-    while at < len(info):
-        form, kind, value = struct.unpack_from("<BBH", info, at)
-        at += 4
-        size = value if form == _WITH_PAYLOAD else 0
-        yield kind, value, info[at : at + size]
-        at += size
+        return elf.of_functions(ELFFile(file), elf.STACK)
 
 
 def compiler_warnings(log: str) -> list[str]:

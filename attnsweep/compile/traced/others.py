@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import io
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -18,12 +19,8 @@ from typing import Any
 
 from elftools.elf.elffile import ELFFile
 
+from attnsweep.compile import elf
 from attnsweep.core.hardware import Arch
-
-# Attributes of a cubin's .nv.info: see compile.cubin. nvdisasm calls them EIATTR_REGCOUNT,
-# EIATTR_FRAME_SIZE, EIATTR_REQNTID and EIATTR_MAX_THREADS.
-_REGISTERS, _FRAME_SIZE, _THREADS, _MOST_THREADS = 0x2F, 0x11, 0x10, 0x05
-_WITH_PAYLOAD = 4
 
 
 def ready(arch: str, folder: str) -> None:
@@ -129,41 +126,20 @@ def entries(cubin: bytes, arch: Arch) -> list[tuple[str, int, str]]:
     """
     # Since sm_90 a section of shared memory has what the driver reserves, too.
     reserved = arch.smem_reserved_per_block if arch.compute_capability >= (9, 0) else 0
-    found = []
-    elf = ELFFile(io.BytesIO(cubin))
-    symbols = {s.name: at for at, s in enumerate(elf.get_section_by_name(".symtab").iter_symbols())}
-    of_symbols: dict[int, dict[int, int]] = {_REGISTERS: {}, _FRAME_SIZE: {}}
-    for kind, value in _attributes(elf.get_section_by_name(".nv.info")):
-        if kind in of_symbols:
-            symbol, number = memoryview(value).cast("I")
-            of_symbols[kind][symbol] = number
-    for section in elf.iter_sections():
-        name = section.name.removeprefix(".text.")
-        if name == section.name or name not in symbols:
+    file, found = ELFFile(io.BytesIO(cubin)), []
+    stacks = elf.of_functions(file, elf.STACK)
+    for name, registers in elf.of_functions(file, elf.REGISTERS).items():
+        if file.get_section_by_name(f".text.{name}") is None:
             continue
-        registers, stack = (numbers.get(symbols[name], 0) for numbers in of_symbols.values())
-        shared = elf.get_section_by_name(f".nv.shared.{name}")
+        shared = file.get_section_by_name(f".nv.shared.{name}")
         smem = max(0, shared["sh_size"] - reserved) if shared is not None else 0
-        own = dict(_attributes(elf.get_section_by_name(f".nv.info.{name}")))
-        sizes = own.get(_THREADS) or own.get(_MOST_THREADS) or b""
-        threads = 1
-        for size in memoryview(sizes).cast("I") if sizes else (1024,):
-            threads *= size
+        own = {kind: payload for kind, _, payload in elf.attributes(file, f".nv.info.{name}")}
+        sizes = own.get(elf.THREADS) or own.get(elf.MOST_THREADS)
+        threads = math.prod(memoryview(sizes).cast("I")) if sizes else 1024
         log = (
             f"ptxas info    : Compiling entry function '{name}'\n"
-            f"    {stack} bytes spill stores, 0 bytes spill loads\n"
+            f"    {stacks.get(name, 0)} bytes spill stores, 0 bytes spill loads\n"
             f"ptxas info    : Used {registers} registers, {smem} bytes smem\n"
         )
         found.append((name, threads, log))
     return found
-
-
-def _attributes(section: Any) -> Iterator[tuple[int, bytes]]:
-    data = b"" if section is None else section.data()
-    at = 0
-    while at + 4 <= len(data):
-        form, kind, size = data[at], data[at + 1], int.from_bytes(data[at + 2 : at + 4], "little")
-        at += 4
-        if form == _WITH_PAYLOAD:
-            yield kind, data[at : at + size]
-            at += size
