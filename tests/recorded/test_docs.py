@@ -241,26 +241,16 @@ def test_the_page_sums_up_the_training_steps(used):
 
 
 # ---- what docs/explanation/numerics.md says of the share of proof is what runs printed ----
-PARTS = ("inputs", "candidates", "repeated calls", "short turns", "replays")
 PRINTED = re.compile(
-    r"\$ attnsweep run configs/(\w+\.yaml) --exhaustive\n"
-    r"took (\d+) s; ([\d.]+) s of them proved outputs right \((.*)\)\n"
+    r"\$ attnsweep run configs/\w+\.yaml --exhaustive\ntook (\d+) s; ([\d.]+) s of them proved outputs right"
 )
 
 
-LATEST = 6  # the latest runs
-
-
-def test_each_row_of_the_parts_is_what_a_run_printed():
-    page = (ROOT / "docs/explanation/numerics.md").read_text()
-    runs = PRINTED.findall((ROOT / "results/h100-80gb-hbm3/proof.txt").read_text())[-LATEST:]
-    assert len(runs) == LATEST
-    for spec, took, proof, parts in runs:
-        of = dict(part.rsplit(" ", 1) for part in parts.split(", "))
-        share = f"{100 * float(proof) / float(took):.0f} %"
-        waits = of.get("waits for NumPy", "–")
-        cells = [f"`{spec}`", took, proof, share, waits, *(of[part] for part in PARTS)]
-        assert f"| {' | '.join(cells)} |" in page
+def test_the_page_says_what_share_of_six_sweeps_proved_outputs():
+    page = " ".join((ROOT / "docs/explanation/numerics.md").read_text().split())
+    latest = PRINTED.findall((ROOT / "results/h100-80gb-hbm3/proof.txt").read_text())[-6:]
+    shares = [100 * float(proof) / float(took) for took, proof in latest]
+    assert f"in six sweeps of an H100 with empty caches {min(shares):.0f} to {max(shares):.0f} % of the whole" in page
 
 
 # ---- docs/explanation/numerics.md has the largest share of each limit that rows used ----
