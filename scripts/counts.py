@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from records import Book, Row, among
+from records import Book, Row
 
 from attnsweep import Problem
 from attnsweep.choose.stats import proportion_interval
@@ -19,7 +18,6 @@ from attnsweep.core.hardware import arch_named
 from attnsweep.core.trial import Environment
 
 __all__ = [
-    "Peak",
     "at_least",
     "baselines_beside",
     "beside",
@@ -29,31 +27,10 @@ __all__ = [
     "mean_ratio",
     "most_apart",
     "own_and_best",
-    "stage_bounds",
     "wide",
-    "with_and_without",
     "wmma",
 ]
 WAVEFRONT_BYTES = 128  # what shared memory gives an SM in a clock
-
-
-@dataclass(frozen=True)
-class Peak:
-    """A card known by its peak only; FLOP a microsecond of dense fp16."""
-
-    arch: str
-    sm_count: int
-    flops_per_us: float
-
-    @property
-    def clock_hz(self) -> float:
-        """The clock that the peak was reckoned with."""
-        return (
-            1e6 * self.flops_per_us / (arch_named(self.arch).tensor_flops_per_clock * self.sm_count)
-        )
-
-
-Card = Environment | Peak
 
 
 def up(value: int, step: int) -> int:
@@ -61,7 +38,7 @@ def up(value: int, step: int) -> int:
     return -(-value // step)
 
 
-def clocks(card: Card) -> float:
+def clocks(card: Environment) -> float:
     """SM clocks in a microsecond, all SMs together."""
     return card.sm_count * card.clock_hz / 1e6
 
@@ -174,41 +151,6 @@ def gains(records: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any
     ]
 
 
-# -- three kernels: system A ------------------------------------------------------------------
-
-
-def stage_bounds(row: Row, stage: str, rates: Mapping[str, float]) -> dict[str, float]:
-    """Least time of a stage: of its products, of L2 once through, and of L2 as its tiles read.
-
-    rates: measured bytes a second. L2 reads and writes side by side, so the larger counts, or both
-    at the rate of a copy. As tiled: each tile reads its part of Q, K and V again.
-    """
-    p, config = row.problem, row.config
-    heads, row_bytes = p.batch * p.heads, 2.0 * p.head_dim
-    scores, rows = 2.0 * heads * p.seqlen_q * p.seqlen_k, heads * row_bytes * p.seqlen_q
-
-    def l2(read: float, written: float) -> float:
-        both = 2 * min(read, written) / rates["l2_copy"]
-        return 1e6 * max(read / rates["l2_read"], written / rates["l2_write"], both)
-
-    products = p.flops / 2 / (arch_named(row.card.arch).tensor_flops_per_clock * clocks(row.card))
-    if stage == "softmax":
-        return {"L2": l2(scores, scores), "tiled": l2(scores, scores)}
-    if stage == "qk":
-        tiles, runs = (
-            up(p.seqlen_q, config["QK_BLOCK_M"]),
-            config["QK_TILES"] * config["QK_BLOCK_N"],
-        )
-        keys = tiles * p.seqlen_k / config["QK_CLUSTER"]
-        least, again = l2(2 * rows, scores), up(p.seqlen_k, runs) * p.seqlen_q + keys
-        read = heads * row_bytes * again
-    else:
-        tiles = up(p.seqlen_q, config["PV_BLOCK_M"])
-        least = l2(scores + rows, rows)
-        read = scores + heads * row_bytes * tiles * p.seqlen_k / config["PV_CLUSTER"]
-    return {"matrix": products, "L2": least, "tiled": max(least, 1e6 * read / rates["l2_read"])}
-
-
 # -- wide heads in fp32: system C -------------------------------------------------------------
 
 
@@ -309,20 +251,20 @@ def _slices(row: Row) -> list[int]:
 # -- WMMA with a cp.async pipeline: system E --------------------------------------------------
 
 
-def wmma(row: Row, card: Card | None = None) -> dict[str, Any]:
-    """What a config must do on a card (default: the one it was recorded on).
+def wmma(row: Row) -> dict[str, Any]:
+    """What a config must do on the card that it was recorded on.
 
     ways: of the 8 rows of 16 bytes of a matrix of `ldmatrix`, how many lie in the same banks.
     blocks, sms, tiles: blocks, SMs that have one, tiles of keys on the busiest SM. matrix, shared:
     least time of the products on these SMs, and of the busiest SM's wavefronts in shared memory.
     """
-    config, p, card = row.config, row.problem, card or row.card
+    config, p, card = row.config, row.problem, row.card
     blocks = up(p.seqlen_q, config["BLOCK_M"]) * p.batch * p.heads
     sms = min(card.sm_count, blocks, config["CTAS"] or blocks)
     pitch = {1: 2 * p.head_dim + 16, 2: 32}.get(config["LAYOUT"], 2 * p.head_dim)
     starts = [(n * pitch) ^ (16 * n if config["LAYOUT"] == 3 else 0) for n in range(8)]
     ways = max(Counter(start % WAVEFRONT_BYTES for start in starts).values())
-    tiles, per_us = _busiest_tiles(row, card), card.clock_hz / 1e6
+    tiles, per_us = _busiest_tiles(row), card.clock_hz / 1e6
     return {
         "ways": ways,
         "conflicts": f"{ways}-way" if ways > 1 else "none",
@@ -349,9 +291,9 @@ def _tile_wavefronts(row: Row, ways: int) -> int:
     return int(config["BLOCK_M"] // 16 * a_warp + 2 * n * d * 2 // WAVEFRONT_BYTES)
 
 
-def _busiest_tiles(row: Row, card: Card) -> int:
+def _busiest_tiles(row: Row) -> int:
     """Tiles of keys that the busiest SM goes through at least."""
-    config, p, step = row.config, row.problem, row.config["BLOCK_M"]
+    config, p, card, step = row.config, row.problem, row.card, row.config["BLOCK_M"]
     ends = range(step, p.seqlen_q + step, step)
     a_head = [
         up(min(p.seqlen_k, end) if p.causal else p.seqlen_k, config["BLOCK_N"]) for end in ends
@@ -381,19 +323,3 @@ def own_and_best(book: Book, run: str, own: Mapping[str, Any]) -> list[dict[str,
                 }
             )
     return found
-
-
-def with_and_without(rows: Sequence[Row], own: Mapping[str, Any], name: str) -> list[Row] | None:
-    """The fastest row with a setting changed and the fastest without, of rows that have both."""
-
-    def rest(row: Row) -> tuple[object, ...]:
-        return tuple(row.config[other] for other in own if other != name)
-
-    sides = [[row for row in rows if _is_own(row, own, name) == side] for side in (False, True)]
-    both = set.intersection(*({rest(row) for row in side} for side in sides))
-    fit = [[row for row in side if rest(row) in both] for side in sides]
-    return [min(side, key=lambda row: row.us) for side in fit] if both else None
-
-
-def _is_own(row: Row, own: Mapping[str, Any], name: str) -> bool:
-    return among(row.config[name], own[name])

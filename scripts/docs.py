@@ -155,7 +155,7 @@ def shares_used(runs: Iterable[attnsweep.Run]) -> str:
     if not found["of"]:
         return ""
     every = found["of"]
-    least = {False: 0.75, True: 1}  # of a kernel, of a baseline
+    least = {False: 0.9, True: 1}  # of a kernel, of a baseline
     found["of"] = [
         each for each in every if max(each["shares"].values()) > least[bool(each["baseline"])]
     ]

@@ -1,6 +1,5 @@
 """Verdicts follow from recorded figures, gaps are `not tested`, mistakes in the data are named."""
 
-import copy
 import json
 import sys
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts"))
-import counts
 from claims import FAILS, HOLDS, OPEN, PART, Sheet, verdict
 from records import Book, QueryError
 
@@ -190,17 +188,6 @@ def test_targets_of_the_benchmarks(file, words, change, result):
 
 
 # -- what is counted, by hand -----------------------------------------------------------------
-
-
-def test_bounds_of_a_stage_come_from_measured_rates():
-    config = {"QK_BLOCK_M": 64, "QK_BLOCK_N": 128, "QK_TILES": 4, "QK_CLUSTER": 1}
-    row = copy.copy(RECORDED.find("three_kernel", problem="1,16,1024,64"))
-    row.trial = row.trial.with_(config=config | {"PV_BLOCK_M": 64, "PV_CLUSTER": 1})
-    rates = {"l2_read": 11e12, "l2_write": 4.65e12, "l2_copy": 8e12}
-    qk, pv = (counts.stage_bounds(row, stage, rates) for stage in ("qk", "pv"))
-    # 33.5 MB of scores: 7.2 µs to write, 3.1 to read; pv reads V for each of 16 tiles of a head.
-    assert [round(qk[name], 1) for name in ("matrix", "L2", "tiled")] == [2.0, 7.2, 7.2]
-    assert [round(pv[name], 1) for name in ("matrix", "L2", "tiled")] == [2.0, 3.2, 6.1]
 
 
 @pytest.mark.parametrize(
