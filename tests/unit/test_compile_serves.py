@@ -5,6 +5,7 @@ from types import ModuleType
 import pytest
 
 from attnsweep.compile.traced.server import Traced
+from attnsweep.core.callables import Asked
 from attnsweep.core.errors import Unavailable
 
 WINDOW, CAUSAL, FULL = ("(2,8,1024,16) fp16 " + mask for mask in ("window(256,128)", "causal", "full"))
@@ -12,7 +13,7 @@ WINDOW, CAUSAL, FULL = ("(2,8,1024,16) fp16 " + mask for mask in ("window(256,12
 
 def of(function, **beside):
     made = Traced.__new__(Traced)
-    made.module, made.function = ModuleType("mine"), function
+    made.module, made.function, made.asked = ModuleType("mine"), function, Asked("mine:f")
     vars(made.module).update(beside)
     return made
 
