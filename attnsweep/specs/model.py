@@ -110,6 +110,15 @@ def _callable_name(value: object, pattern: str = CALLABLE.pattern) -> object:
     )
 
 
+def _launcher_name(value: object) -> object:
+    if value == "" or (isinstance(value, str) and re.fullmatch(_LAUNCHER, value)):
+        return value
+    raise wrong(
+        "{name} cannot be {value}",
+        "write a launcher as FILE.py:FUNCTION, with ?layout=bshd, ?factory=true or both",
+    )
+
+
 def _label(value: str) -> str:
     if re.fullmatch(LABEL, value):
         return value
@@ -219,6 +228,7 @@ Word = Annotated[
 """A part of a mask or a layout: a name, or a number."""
 ParameterValues = dict[str, Many[ParameterValue]]
 _HOW = "(layout=bshd|factory=true)"
+_LAUNCHER = rf"{CALL}(\?{_HOW}(&{_HOW})?)?"
 
 
 class KernelSpec(BaseModel):
@@ -230,7 +240,13 @@ class KernelSpec(BaseModel):
     family: StrictStr = ""
     """The family, if the space has a name of its own: a family may have several spaces, and a
     problem names those that it gets under `kernels` (default: the name)."""
-    call: Annotated[str, Field(pattern=rf"^({CALL}(\?{_HOW}(&{_HOW})?)?)?$")] = ""
+    call: Annotated[
+        str,
+        BeforeValidator(
+            _launcher_name,
+            json_schema_input_type=Annotated[str, Field(pattern=f"^({_LAUNCHER})?$")],
+        ),
+    ] = ""
     """A launcher of yours in place of a family, FILE.py:FUNCTION. Parameters are its keywords, or
     those of the autotuner that it launches; none: that autotuner's configs. null leaves one out.
     With `?factory=true` it is called once, with `problem` and them, and returns the launcher."""

@@ -119,6 +119,12 @@ class TestErrors:
         what = "heads_kv must divide heads: 16 is not a multiple of 5"
         assert error_of(text) == f"sweep.yaml:3:5: {what}\nsweep.yaml:4:7: {what}"
 
+    @pytest.mark.parametrize("call", ["f.py:f?factory=maybe", "f.py:f?graph=true", "f.py"])
+    def test_what_is_no_launcher(self, error_of, call):
+        text = f"problems: [{PROBLEM}]\nkernels: {{mine: {{call: '{call}'}}}}\n"
+        hint = "write a launcher as FILE.py:FUNCTION, with ?layout=bshd, ?factory=true or both"
+        assert error_of(text) == f"sweep.yaml:2:24: call cannot be '{call}'\n  {hint}"
+
     def test_entries_together_may_not_be_too_many(self, error_of):
         entry = "{batch: [%s], heads: 1, seqlen: 8, head_dim: 64}"
         halves = [entry % ", ".join(map(str, range(n, n + 600))) for n in (1, 700)]
