@@ -31,13 +31,19 @@ from typing import Any
 from attnsweep.compile.nvrtc import Cubin, default_cache_dir, unwritable
 from attnsweep.core.callables import Asked
 from attnsweep.core.cases import Case
-from attnsweep.core.errors import CompileError, KernelError
+from attnsweep.core.errors import CompileError, CompilerLost, KernelError
 from attnsweep.core.files import write_file
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, Value
 from attnsweep.family.launch import Launch
 from attnsweep.family.params import Config
 
+_TREE = str(Path(__file__).parents[2])
+# Files of the working directory must not stand for modules of ours: it comes when all are imported.
+_START = (
+    f"import sys; {_TREE!r} in sys.path or sys.path.insert(0, {_TREE!r}); "
+    "from attnsweep.compile.traced.server import main; main()"
+)
 # Seconds that a config may take to be traced and compiled.
 _LIMIT_S = 120.0
 _FORMAT = 4
@@ -106,9 +112,9 @@ class Tracer:
 
     def _start(self) -> dict[str, str]:
         """Start the process; returns SHA-256 of each file that it has imported."""
-        command = [sys.executable, "-m", "attnsweep.compile.traced.server", self.call]
+        facts = self.call, self.arch.name, str(self.arch.sm_count), str(self._jobs)
         self._process = self._popen(
-            [*command, self.arch.name, str(self.arch.sm_count), str(self._jobs)],
+            [sys.executable, "-Pc", _START, *facts],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -293,7 +299,7 @@ class Tracer:
                 self._process.stdin.write(json.dumps(line).encode() + b"\n")
                 self._process.stdin.flush()
             except OSError:
-                asked.set_exception(CompileError("the process that traces has ended", log=""))
+                asked.set_exception(CompilerLost("the process that traces has ended"))
         return asked
 
     def _listen(self) -> None:
@@ -302,12 +308,13 @@ class Tracer:
             asked = self._asked[reply["number"]]
             if "failed" in reply:
                 what, _, log = str(reply["failed"]).partition("\n")
-                asked.set_exception(CompileError(what, log=log))
+                lost = "killed" in reply
+                asked.set_exception(CompilerLost(what) if lost else CompileError(what, log=log))
             else:
                 asked.set_result(reply["value"])
         for asked in self._asked.values():
             if not asked.done():
-                asked.set_exception(CompileError("the process that traces has ended", log=""))
+                asked.set_exception(CompilerLost("the process that traces has ended"))
 
     def _read(self, entry: Path) -> Traced | None:
         """Read a cache entry; None if it is damaged or the user's files have changed."""

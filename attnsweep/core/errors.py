@@ -95,6 +95,13 @@ class CompileError(AttnsweepError):
         return "\n".join(found if any(self.what in each for each in found) else [first, *found])
 
 
+class CompilerLost(CompileError):
+    """What compiled was killed, by the system too: nothing is known of the code."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what, log="")
+
+
 _ERROR = re.compile(r"\berror\b[^:\n]{0,16}:")
 
 

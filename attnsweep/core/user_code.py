@@ -25,6 +25,8 @@ from attnsweep.core.problem import Problem
 
 CANNOT_IMPORT = "cannot import"
 """How the reason begins if a callable is not there: that is no verdict about it."""
+_PROJECTS = {"tilelang": "tilelang", "cutlass": "nvidia-cutlass-dsl"}
+"""What is installed for a package of other compilers."""
 
 
 @contextmanager
@@ -84,6 +86,9 @@ def imported(name: str) -> tuple[Any, Callable[..., Any]]:
         function: Callable[..., Any] = getattr(module, attribute)
     except BaseException as error:  # a module may raise anything while it is imported
         why = f"{CANNOT_IMPORT} {name}: {type(error).__name__}: {error}"
+        package = str(getattr(error, "name", None)).partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and package in _PROJECTS:
+            why += f": pip install {_PROJECTS[package]}"
         raise Unavailable(why) from error
     what = type(function).__name__
     if not callable(function):

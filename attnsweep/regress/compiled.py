@@ -164,6 +164,7 @@ def _compared(pair: Pair, spec: SweepSpec, budget: Budget) -> tuple[Verdict, str
     if wait_for(futures, budget.left_s).not_done:
         raise Late(Verdict.INCONCLUSIVE, f"still compiling when {budget} ended: raise --budget-s")
     pair.old_plan()  # first: what compiles neither way is no fault of the new code
+    pair.check_compiler()
     row = compiled_row(pair.build, spec)
     if row.status is not Status.OK:
         raise Ended(Verdict.WRONG, said(row.status, row.detail))

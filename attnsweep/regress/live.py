@@ -24,7 +24,14 @@ from attnsweep.compile.cubin import compiler_for
 from attnsweep.compile.launches import Candidate, LaunchPlan, Plan
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.callables import Asked
-from attnsweep.core.errors import CompileError, KernelError, NoGpuError, SpecError, StoreError
+from attnsweep.core.errors import (
+    CompileError,
+    CompilerLost,
+    KernelError,
+    NoGpuError,
+    SpecError,
+    StoreError,
+)
 from attnsweep.core.files import write_file
 from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
@@ -85,6 +92,15 @@ class Pair:
         except CompileError as error:
             what = f"the old code does not compile: {error.what}"
             raise Ended(Verdict.INCONCLUSIVE, what) from error
+
+    def check_compiler(self) -> None:
+        """Raises Ended if what compiled the new code was killed, which says nothing of the code."""
+        try:
+            self.build.cubins()
+        except CompilerLost as error:
+            raise Ended(Verdict.INCONCLUSIVE, f"the new code: {error.what}") from error
+        except CompileError:
+            return
 
 
 def check(
@@ -415,6 +431,7 @@ class Gate:
         """Today's candidate, once it is compiled. Raises Ended if it cannot be."""
         if wait_for(work.pair.build.futures.values(), self._budget.left_s).not_done:
             raise Late(Verdict.INCONCLUSIVE, f"still compiling when {self._budget} ended")
+        work.pair.check_compiler()
         work.trial, candidate = compiled_candidate(work.pair.build, self._spec)
         self._observer.compiled(1, 1)
         if candidate is None:

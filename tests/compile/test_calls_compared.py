@@ -88,6 +88,14 @@ def test_a_new_version_that_does_not_compile_is_wrong_and_an_old_one_inconclusiv
     assert "gone" in done.stdout + done.stderr
 
 
+def test_a_new_version_whose_compiler_is_killed_is_inconclusive(compared):
+    done, gpu = compared(
+        changed=("    grid = (triton.cdiv(p", "    os.kill(os.getpid(), 9)\n    grid = (triton.cdiv(p")
+    )
+    assert (done.returncode, "died (SIGKILL)" in done.stdout) == (4, True)
+    assert not [call for call in gpu.calls if call[0] == "trial"]
+
+
 @pytest.mark.parametrize(
     ("old", "says"),
     [

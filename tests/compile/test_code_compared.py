@@ -271,6 +271,15 @@ def test_a_new_call_that_does_not_compile_is_wrong_and_one_that_never_did_inconc
 
 
 @needs_triton
+@pytest.mark.parametrize(
+    ("which", "says"), [("getpid", "its process died (SIGKILL)"), ("getppid", "the process that traces has ended")]
+)
+def test_a_new_call_whose_compiler_is_killed_is_inconclusive(compared, which, says):
+    killed = ("    grid = (triton.cdiv(p", f"    os.kill(os.{which}(), 9)\n    grid = (triton.cdiv(p")
+    assert of(compared("--json", changed=killed)) == (4, "inconclusive", f"the new code: {says}")
+
+
+@needs_triton
 def test_a_call_that_cannot_be_traced_is_inconclusive(compared):
     reads = ("return q.sum().item()", "return (q + q).sum().item()")
     code, verdict, why = of(compared("--json", function="faulty", config="how=reads", changed=reads))

@@ -138,6 +138,7 @@ FAULTS = {
     "waits": "no trace: tuned.py:faulty raised NoCard: synchronize",
     "asks for the cache": "no trace: tuned.py:faulty raised NoCard: L2_cache_size",
     "slices": "traced: copied",
+    "leaves a process": "no trace: a call launches no kernel",
 }
 
 
@@ -212,6 +213,26 @@ def test_a_parameter_that_nobody_takes(tracers):
 def test_what_cannot_be_imported_is_one_sentence(place, call, says):
     with pytest.raises(KernelError, match=says):
         assert Tracer(call, ARCH, place / "cache").files
+
+
+def test_files_of_the_working_directory_stand_for_no_modules_of_ours(programs, place, monkeypatch, tmp_path):
+    (tmp_path / "json.py").write_text("raise SystemExit('it is not mine')")
+    (tmp_path / "at_the_call.py").write_text("BLOCK = 32")
+    called = "    from at_the_call import BLOCK\n    grid = (triton.cdiv(p"
+    (tmp_path / "mine.py").write_text(LAUNCHERS.read_text().replace("    grid = (triton.cdiv(p", called))
+    monkeypatch.chdir(tmp_path)
+    tracer = Tracer("mine:plain", ARCH, tmp_path / "cache", 1)
+    try:
+        assert [name for name, *_ in tracer.submit(SHORT, {}).result().stages] == ["copied"]
+    finally:
+        tracer.close()
+
+
+@pytest.mark.parametrize(("package", "project"), [("tilelang", "tilelang"), ("cutlass", "nvidia-cutlass-dsl")])
+def test_without_another_compiler_the_sentence_names_its_project(place, package, project):
+    (place / "absent_one.py").write_text(f"raise ModuleNotFoundError('none', name='{package}.language')")
+    with pytest.raises(KernelError, match=f"none: pip install {project}$"):
+        assert Tracer("absent_one.py:f?factory=true", ARCH, place / "cache").files
 
 
 def test_without_triton_the_sentence_names_the_remedy(programs, place, monkeypatch, tmp_path):

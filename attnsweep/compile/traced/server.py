@@ -304,12 +304,14 @@ class Server:
                         for child in running.values():
                             _kill(child)
                         return
-                elif not (more := os.read(key.fd, _LINE)):
+                    continue
+                more = os.read(key.fd, _LINE)
+                running[key.fd].said += more
+                # What it has started and left may hold the pipe open after the answer.
+                if not more or more.endswith(b"\n"):
                     self._ask.unregister(key.fd)
                     os.close(key.fd)
                     self._end(running.pop(key.fd))
-                else:
-                    running[key.fd].said += more
             for child in running.values():
                 if time.monotonic() > child.end and not child.late:
                     child.late = True
@@ -334,7 +336,7 @@ class Server:
             with contextlib.suppress(BaseException):
                 os.close(come)
                 self._replies.close()
-                os.write(go, json.dumps(_done(self._traced, request)).encode())
+                os.write(go, json.dumps(_done(self._traced, request)).encode() + b"\n")
             os._exit(0)
         os.close(go)
         return come, Child(number, pid, time.monotonic() + limit_s, limit_s)
@@ -351,6 +353,7 @@ class Server:
             except ValueError:
                 died = signal.Signals(-code).name if code < 0 else f"exit code {code}"
                 reply = {"failed": f"its process died ({died})"}
+                reply |= {"killed": True} if code == -signal.SIGKILL else {}
         self._replies.write(json.dumps({"number": child.number, **reply}).encode() + b"\n")
         self._replies.flush()
 
@@ -396,6 +399,7 @@ def main() -> None:
             importlib.import_module(f"attnsweep.compile.traced.{name}")
             for name in ("fake", "triton")
         )
+        sys.path.insert(0, os.getcwd())  # where the user's file may import from, as `python -m` may
         traced = Traced(call, card)
         fake.warm_up(card)
         ready = traced.closure()

@@ -54,6 +54,8 @@ def faulty(q, k, v, *, how):
         while os.fork():
             time.sleep(0.2)
         time.sleep(1000)
+    if how == "leaves a process" and not os.fork():
+        time.sleep(1000)
     if how == "raises":
         raise RuntimeError("no such tile")
     if how == "reads":
