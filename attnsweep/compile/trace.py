@@ -393,7 +393,14 @@ def _are(files: Mapping[str, str]) -> bool:
 
 _VARIABLES = ("TRITON_", "MLIR_", "LLVM_", "PTXAS_", "DISABLE_")
 _NONE_OF_CODE = ("TRITON_CACHE_DIR", "TRITON_DUMP_PTXAS_LOG", "TRITON_INTERPRET")
-_OF_FACTORIES = ("TILELANG_", "TL_", "CUTE_DSL_"), ("TILELANG_CACHE_DIR", "CUTE_DSL_DUMP_DIR")
+_OF_FACTORIES = (
+    ("TILELANG_", "TL_", "CUTE_DSL_"),
+    (
+        "TILELANG_CACHE_DIR",
+        "CUTE_DSL_DUMP_DIR",
+        "CUTE_DSL_ARCH",
+    ),
+)
 
 
 def _versions(call: str) -> dict[str, str]:

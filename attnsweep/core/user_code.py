@@ -145,7 +145,11 @@ def takes(function: Callable[..., Any], name: str, *, named: bool = False) -> bo
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a function of C has no signature
         return False
-    return any(p.name == name or (p.kind is p.VAR_KEYWORD and not named) for p in parameters)
+    return any(
+        (p.name == name and p.kind is not p.POSITIONAL_ONLY)
+        or (p.kind is p.VAR_KEYWORD and not named)
+        for p in parameters
+    )
 
 
 def split(

@@ -125,7 +125,10 @@ class KernelVerdict:
     @property
     def next(self) -> str:
         """The command for what comes next: guard what is confirmed, or look at what is not."""
-        call = shlex.quote(str(replace(Asked.of(self.name), label="", strict=False)))
+        asked = replace(Asked.of(self.name), label="", strict=False)
+        if self.verdict == "confirmed":  # `check` has a way of its own to call both
+            asked = replace(asked, graph=None, workspace=None)
+        call = shlex.quote(str(asked))
         problem = shlex.quote(self.problem)
         file, _, function = call.rpartition(":")
         if self.verdict == "unconfirmed":
@@ -133,7 +136,7 @@ class KernelVerdict:
         if self.verdict == "confirmed":
             old = f"{file}@HEAD:{function}" if file.endswith(".py") else call
             return f"to guard it: attnsweep check {problem} --old {old} --new {call}"
-        if file.endswith(".py"):
+        if file.endswith(".py") and not asked.factory:
             return f"to run it on the CPU: attnsweep verify {call}"
         return f"to see more: attnsweep judge {call} {problem} --json"
 

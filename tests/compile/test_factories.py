@@ -14,7 +14,7 @@ from attnsweep.compile.launches import CallPlan
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.compile.trace import Tracer
 from attnsweep.compile.traced import others
-from attnsweep.core.errors import CompileError, SpaceError, Unavailable
+from attnsweep.core.errors import CompileError, SpaceError, SpecError, Unavailable
 from attnsweep.core.hardware import ARCHS, arch_named
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
@@ -102,6 +102,7 @@ def test_a_spec_of_factories_is_planned_as_it_says_what_it_supports(place, compi
     ("name", "values", "why"),
     [
         ("build", {"TILE": 1}, "is a factory and has no parameter TILE"),
+        ("by_position", {}, "is a factory and has no parameter problem"),
         ("nothing", {}, "is a factory and returned no callable but NoneType"),
         ("of_no_problem", {}, "is a factory and has no parameter problem"),
         ("raises", {}, r"raised ValueError: no tile for 16 \(factory.py:\d+\)"),
@@ -111,6 +112,12 @@ def test_a_factory_that_builds_nothing_is_a_sentence(tracers, name, values, why)
     traced = tracers.of(f"factory.py:{name}?factory=true").submit(PROBLEM, values)
     with pytest.raises(CompileError, match=why):
         traced.result()
+
+
+def test_a_factory_is_tried_with_values_that_a_spec_names(place, tracers):
+    place.joinpath("none.yaml").write_text(SPEC.replace("build?", "of_tuned?").replace(", BLOCK: [32, 128]", ""))
+    with pytest.raises(SpecError, match=r"no values for the factory: a spec names them, or attnsweep.tune\(params"):
+        with_calls(load_spec(place / "none.yaml", discover), tracers)
 
 
 def test_what_needs_a_card_compiles_at_its_first_call(tracers):

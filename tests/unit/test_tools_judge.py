@@ -64,6 +64,12 @@ def test_a_right_callable_is_confirmed_with_its_time_beside_the_fastest_baseline
         ("mine:f", "confirmed", "attnsweep check '4,32,4096,128 bf16' --old mine:f --new mine:f"),
         ("a.py:f", "confirmed", "attnsweep check '4,32,4096,128 bf16' --old a.py@HEAD:f --new a.py:f"),
         ("x=a.py:f?layout=bshd", "wrong", "attnsweep verify 'a.py:f?layout=bshd'"),
+        (
+            "a.py:f?graph=true&workspace=9&factory=true",
+            "confirmed",
+            "attnsweep check '4,32,4096,128 bf16' --old 'a.py@HEAD:f?factory=true' --new 'a.py:f?factory=true'",
+        ),
+        ("a.py:f?factory=true", "wrong", "attnsweep judge 'a.py:f?factory=true' '4,32,4096,128 bf16' --json"),
         ("mine:f", "refused", "attnsweep judge mine:f '4,32,4096,128 bf16' --json"),
         ("mine:f", "unconfirmed", "attnsweep judge mine:f '4,32,4096,128 bf16' --rounds 45"),
     ],

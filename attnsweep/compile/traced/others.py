@@ -34,8 +34,8 @@ def ready(arch: str, folder: str) -> None:
     _descriptor = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, 100)
     os.close(opened)
     place = f"/proc/self/fd/{_descriptor}"
-    os.environ |= {"CUTE_DSL_KEEP_CUBIN": "1", "CUTE_DSL_DUMP_DIR": place}
-    os.environ.setdefault("CUTE_DSL_ARCH", arch)
+    variables = {"KEEP_CUBIN": "1", "DUMP_DIR": place, "ARCH": arch}
+    os.environ |= {f"CUTE_DSL_{name}": value for name, value in variables.items()}
 
 
 _descriptor = -1

@@ -84,6 +84,9 @@ class Traced:
 
     def space(self, problem: str, widen: bool) -> list[dict[str, Any]]:
         """The autotuners that a call launches: every config, and those kept on this problem."""
+        if self.asked.factory:
+            what = "no values for the factory: a spec names them, or attnsweep.tune(params=…)"
+            raise Unavailable(what)
         tuned, error = self._call(Problem.parse(problem), {}, None, widen=widen)
         if not tuned.met:
             raise Unavailable(error or "it launches no autotuner: name parameters of the function")

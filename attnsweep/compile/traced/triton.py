@@ -326,7 +326,7 @@ class Watch(Recorder):
             JITFunction.run, Autotuner.run = run, tune
             triton.knobs.cache.manager_class = manager
             for name in _CACHES:
-                os.environ.pop(name)
+                os.environ.pop(name, None)
             os.environ |= before
 
 
