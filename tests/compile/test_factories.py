@@ -1,12 +1,16 @@
 """Factories: functions that build a kernel for a problem and a config, swept and traced without a GPU."""
 
 import importlib.util
+import os
 import shutil
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from attnsweep.baselines.called import Callables
+from attnsweep.baselines.backend import OtherCode
+from attnsweep.baselines.called import Callables, _Configured, _watch_of
 from attnsweep.compile.builds import build_of
 from attnsweep.compile.calls import tracers_of, with_calls
 from attnsweep.compile.cubin import functions, resources
@@ -17,6 +21,7 @@ from attnsweep.compile.traced import others
 from attnsweep.core.errors import CompileError, SpaceError, SpecError, Unavailable
 from attnsweep.core.hardware import ARCHS, arch_named
 from attnsweep.core.problem import Problem
+from attnsweep.core.user_code import BoundFunction, built
 from attnsweep.family.discover import discover
 from attnsweep.specs.load import load_spec
 from attnsweep.specs.plan import plan
@@ -174,6 +179,52 @@ def test_a_factory_builds_once_for_a_config_and_a_problem(tmp_path):
         every.built(CallPlan(PROBLEM, call, {"M": 1}, "", frozenset()))
     module, _ = every.loaded(f"{file}:build")
     assert module.made == [1, 2, 1]
+
+
+def test_cute_dsl_compiles_for_the_architecture_that_is_traced(monkeypatch, tmp_path):
+    for name in ("ARCH", "KEEP_CUBIN", "DUMP_DIR"):
+        monkeypatch.setenv(f"CUTE_DSL_{name}", "sm_100a")
+    monkeypatch.setattr(others, "_descriptor", -1)
+    key = Tracer("rows.py:build?factory=true", ARCH, tmp_path).versions
+    others.ready("sm_90a", str(tmp_path))
+    os.close(others._descriptor)
+    assert os.environ["CUTE_DSL_ARCH"] == "sm_90a"
+    assert "CUTE_DSL_ARCH" not in key
+
+
+def test_code_of_another_config_is_told_and_variables_are_given_back(monkeypatch):
+    import torch
+
+    class JITKernel:
+        def __init__(self, key):
+            self._tilelang_cache_key = key
+
+        def __call__(self, q):
+            return q, os.environ["TILELANG_CACHE_DIR"]
+
+    module = ModuleType("tilelang.jit.kernel")
+    module.JITKernel = JITKernel
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setenv("TILELANG_CACHE_DIR", "of the user")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    kernels = {}
+
+    def build(*, problem, TILE):
+        kernel = kernels.setdefault(problem, JITKernel(TILE))  # whatever TILE is the next time
+        return lambda q, k, v: kernel(q)
+
+    def called(tile):
+        plan = CallPlan(PROBLEM, "f?factory=true", {"TILE": tile}, "of it", frozenset({f"tilelang {tile}"}))
+        call = BoundFunction(torch, PROBLEM, plan.call, built(plan.call, build, PROBLEM, plan.config))
+        launched = set()
+        try:
+            return _Configured(call, _watch_of({}, plan.cache, launched), launched, plan)(*"qkv")
+        finally:
+            assert (os.environ["TILELANG_CACHE_DIR"], os.environ.get("TRITON_CACHE_DIR")) == ("of the user", None)
+
+    assert called(1) == ("q", "of it")
+    with pytest.raises(OtherCode, match="launched other code than its config compiled to"):
+        called(2)
 
 
 @pytest.mark.parametrize("package", ["tilelang", "cutlass"])
