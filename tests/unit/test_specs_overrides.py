@@ -150,7 +150,7 @@ class TestKernelDirectory:
 
     def test_reading_a_spec_runs_no_code_of_it(self, tmp_path):
         (tmp_path / "mine").mkdir()
-        (tmp_path / "mine" / "bomb.py").write_text("raise RuntimeError('ran')\n")
+        (tmp_path / "mine" / "bomb.py").write_text("raise RuntimeError('ran')\nkernel = 1\n")
         path = self.spec(tmp_path, "kernel_dir: mine")
         load_spec(path, FAMILIES)
         with pytest.raises(KernelError, match="ran"):
