@@ -2,13 +2,18 @@
 
 import importlib.util
 import os
+import runpy
 import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from fake_gpu import FakeGpu
+from samples import TEST_GPU
+from sweeping import use_gpu
 
+import attnsweep
 from attnsweep.baselines.backend import OtherCode
 from attnsweep.baselines.called import Callables, _Configured, _watch_of
 from attnsweep.compile.builds import build_of
@@ -242,3 +247,19 @@ def test_the_examples_compile(package, place, monkeypatch, programs):
     used = resources(made.stages, ARCH)
     assert used.registers > 32
     assert used.spill_bytes == 0
+
+
+def test_a_sweep_of_factories_is_resumed_and_its_winner_exported(place, monkeypatch, tmp_path):
+    gpu = FakeGpu({"BLOCK=32": 20.0, "BLOCK=128": 30.0}, environment=TEST_GPU)
+    use_gpu(monkeypatch, gpu)
+    how = {"results": tmp_path, "cache_dir": place / "cache"}
+    run = attnsweep.run("calls.yaml", **how).run
+    rows = [trial for trial in run.trials if trial.kernel == "built"]
+    assert {trial.call["function"] for trial in rows} == {"factory.py:build?factory=true"}
+    tried = gpu.names("trial")
+    assert attnsweep.run("calls.yaml", **how).run.directory == run.directory
+    assert gpu.names("trial") == tried
+    attnsweep.export([run.directory], tmp_path / "tiles.py")
+    table = runpy.run_path(str(tmp_path / "tiles.py"))["TABLE"]
+    assert table["function"] == "factory.py:build?factory=true"
+    assert [entry["config"] for entry in table["entries"]] == [{"BLOCK": 32}]
