@@ -141,7 +141,7 @@ def test_without_a_driver_nothing_for_the_gpu_is_to_be_installed(attnsweep, spec
 @pytest.mark.parametrize("command", ["compile", "run", "run --dry-run"])
 def test_ctrl_c_says_interrupted_and_is_exit_code_130(attnsweep, spec, tmp_path, command):
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "naive.py").write_text("raise KeyboardInterrupt\n")
+    (tmp_path / "mine" / "naive.py").write_text("kernel = None\nraise KeyboardInterrupt\n")
     done = attnsweep(*command.split(), spec, "--kernels", "mine")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 

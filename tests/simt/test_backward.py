@@ -16,6 +16,7 @@ from attnsweep.core.layouts import DENSE
 from attnsweep.core.masks import CAUSAL, FULL, Interval
 from attnsweep.core.problem import BACKWARD, Padded, Problem
 from attnsweep.family.discover import discover
+from attnsweep.serve.runtime.families import WGMMA_BACKWARD
 from attnsweep.verify import measures
 from attnsweep.verify.backward import gradients, make_inputs
 from attnsweep.verify.device_case import WrongResult
@@ -154,14 +155,12 @@ def waves(heads, with_delta):
 
     with_delta: they also make delta of the next wave, for which short ones have no time.
     """
-    declared = FAMILY.stages["keys"].launch.__globals__
-    given = {name: declared[name] for name in ("together", "lead")}
-    declared["together"] = lambda *_: heads
-    declared["lead"] = lambda c, p, sms: heads if with_delta else p.batch * p.heads_kv
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for kernel in (FAMILY, WGMMA_BACKWARD.kernel):  # a package launches by a declaration of its own
+            declared = kernel.stages["keys"].launch.__globals__
+            patch.setitem(declared, "together", lambda *_: heads)
+            patch.setitem(declared, "lead", lambda c, p, sms: heads if with_delta else p.batch * p.heads_kv)
         yield
-    finally:
-        declared.update(given)
 
 
 # Config, head_dim, dtype, sizes, mask and layout; heads of a wave, and whether blocks make delta.
