@@ -279,7 +279,7 @@ def export_(
         triton if it is NAME.json, else package).
     :--axis: With --format vllm: what of a problem is the key of a table.
     :--kernel: For a run of calls: export this kernel of the spec alone.
-    :--at-most: Export so many configs, with which the problems lose the least time. Prints how many
+    :--at-most: Export this many configs at most, chosen to lose the least time. Prints how many
         times as long each takes as with its winner, and what other numbers would cost.
     :--force: For a run of calls: replace existing files.
 

@@ -287,7 +287,7 @@ def _selected(
 def _portfolio(
     winners: Sequence[Chosen], at_most: int, left_out: list[str]
 ) -> tuple[list[Chosen], dict[str, Any]]:
-    """What serves with so many configs in the winners' place, and the facts of that choice."""
+    """The configs that serve if there may be at_most of them, and the facts of that choice."""
     found = portfolios_of(winners)
     if not found:
         what = "no winner is faster than PyTorch's own attention, which serves all shapes"
