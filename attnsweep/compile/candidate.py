@@ -12,7 +12,7 @@ from attnsweep.compile.cubin import check_arguments, resources, why_not, with_in
 from attnsweep.compile.launches import Candidate, CompiledStage, LaunchPlan, Plan
 from attnsweep.compile.nvrtc import Compiler, Cubin
 from attnsweep.core import cases as verify_cases
-from attnsweep.core.errors import CompileError, KernelError, compiler_errors
+from attnsweep.core.errors import CompileError, CompilerLost, KernelError, compiler_errors
 from attnsweep.core.files import shipped
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem
@@ -288,7 +288,9 @@ def compiled_candidate(build: Build, spec: SweepSpec) -> tuple[Trial, Candidate 
 
 def _uncompiled(build: Build, error: CompileError) -> Trial:
     detail = f"{error.what}\n{shortened(error.log)}"
-    return build.row(status=Status.COMPILE_ERROR, detail=detail)
+    # A resumed run tries it again: see Kept.rows.
+    lost = {"compiler_lost": True} if isinstance(error, CompilerLost) else {}
+    return build.row(status=Status.COMPILE_ERROR, detail=detail, conditions=lost)
 
 
 def shortened(log: str) -> str:

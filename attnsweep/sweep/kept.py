@@ -28,12 +28,17 @@ class Kept:
         self._spec, self._environment, self._store = spec, environment, store
 
     def rows(self, builds: Sequence[Build]) -> dict[int, Trial]:
-        """The rows of these candidates that hold, by id of the build."""
+        """The rows of these candidates that hold, by id of the build.
+
+        What was not compiled since its compiler was killed, holds never.
+        """
         stored = self._stored(builds[0].problem) if builds else {}
         kept: dict[int, Trial] = {}
         for build in builds:
             trial = stored.get(build.key)
-            if trial is not None and trial.fingerprint == self.fingerprint(build):
+            if trial is None or trial.conditions.get("compiler_lost"):
+                continue
+            if trial.fingerprint == self.fingerprint(build):
                 kept[id(build)] = trial
         return kept
 

@@ -13,9 +13,9 @@ from samples import TEST_GPU, numbered, once
 from sweeping import FAMILIES, TIMES, Notes, use
 
 from attnsweep.choose.rounds import together
-from attnsweep.compile.candidate import Build
+from attnsweep.compile.candidate import Build, compiled_row
 from attnsweep.core import trial
-from attnsweep.core.errors import CardLostError, NoGpuError
+from attnsweep.core.errors import CardLostError, CompileError, CompilerLost, NoGpuError
 from attnsweep.core.hardware import arch_named
 from attnsweep.core.trial import Status
 from attnsweep.device.lock import LOCK_VARIABLE
@@ -69,6 +69,18 @@ def test_a_row_holds_only_under_the_same_settings_and_card(build, changed):
     row = build.row(status=Status.OK, fingerprint=kept_of().fingerprint(build))
     assert kept_of(rows=[row]).rows([build]) == {id(build): row}
     assert kept_of(rows=[row], **changed).rows([build]) == {}
+
+
+@pytest.mark.parametrize("error", [CompilerLost("it was killed"), CompileError("no such tile", log="")])
+def test_what_was_not_compiled_holds_unless_its_compiler_was_killed(build, error):
+    def cubins():
+        raise error
+
+    build.cubins = cubins
+    row = compiled_row(build, SPEC).with_(fingerprint=kept_of().fingerprint(build))
+    assert row.status == Status.COMPILE_ERROR
+    held = {} if isinstance(error, CompilerLost) else {id(build): row}
+    assert kept_of(rows=[row]).rows([build]) == held
 
 
 def in_rows_first(kernel):
