@@ -398,7 +398,7 @@ def export(
 
     runs: their directories, of one or several GPUs. out: a directory, made or replaced. name: the
     package's (default: that of `out`). guard: when a shape that was not tuned is served. at_most:
-    so many configs, with which the problems lose the least; `Exported.portfolio` says how much.
+    the most configs to keep, chosen to lose the least time; `Exported.portfolio` says how much.
 
     Of a run of calls, write configs. format: `python` (default where `out` is NAME.py), `triton`
     (NAME.json), `vllm` (a directory, with tables by `axis`) or `helion` (a directory). kernel: one

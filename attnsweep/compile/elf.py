@@ -9,11 +9,11 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-# Of a section .nv.info.<function>: place and size of a parameter, in two encodings, the end of the
-# last one, and threads of a block, exact or at most: EIATTR_KPARAM_INFO, EIATTR_KPARAM_INFO_V2,
-# EIATTR_CBANK_PARAM_SIZE, EIATTR_REQNTID, EIATTR_MAX_THREADS.
+# A section .nv.info.<function> has the place and size of each parameter, in two encodings, the end
+# of the last one, and the threads of a block, exact or at most: EIATTR_KPARAM_INFO,
+# EIATTR_KPARAM_INFO_V2, EIATTR_CBANK_PARAM_SIZE, EIATTR_REQNTID, EIATTR_MAX_THREADS.
 PARAMETER, PARAMETER_V2, ALL_PARAMETERS, THREADS, MOST_THREADS = 0x17, 0x45, 0x19, 0x10, 0x05
-# Of the section .nv.info, for each function: EIATTR_REGCOUNT and EIATTR_FRAME_SIZE.
+# The section .nv.info has these of each function: EIATTR_REGCOUNT and EIATTR_FRAME_SIZE.
 REGISTERS, STACK = 0x2F, 0x11
 _WITH_PAYLOAD = 4
 

@@ -146,7 +146,7 @@ def export(
 
     out: is made, or replaced if it is an earlier export. guard: default: Guard(). slower: share by
     which a kernel may take longer than a shape's winner and stand in its place, so that fewer
-    kernels serve all shapes. at_most: so many configs, with which the shapes lose the least.
+    kernels serve all shapes. at_most: the most configs to keep, chosen to lose the least time.
     compilers: by name of the architecture (default: made here). compiled: is told how many kernels
     have compiled, of how many, from 0 on. known: cubins by stage of machine code that is there
     already. Raises StoreError, SpecError, ToolchainError or CompileError.

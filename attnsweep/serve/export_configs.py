@@ -58,8 +58,8 @@ def export_configs(
     """Write the winning configs of a run of calls to `out`: a file, or for some a directory.
 
     form: python, triton, vllm or helion. axis: what of a problem is the key of a vllm table.
-    kernel: one of the spec's, as if the run had no other. at_most: so many configs, with which the
-    problems lose the least. force: replace files. Raises StoreError or SpecError.
+    kernel: one of the spec's, as if the run had no other. at_most: the most configs to keep, chosen
+    to lose the least time. force: replace files. Raises StoreError or SpecError.
     """
     if len(runs) != 1:
         hint = "write a file for each, or sweep all problems in one run"
@@ -159,7 +159,7 @@ def _tied(rows: Sequence[Row]) -> list[Row]:
 def _portfolio(
     shapes: Sequence[Sequence[Row]], at_most: int
 ) -> tuple[list[Config | None], dict[str, Any]]:
-    """The config that each problem gets of so many, and the facts of that choice."""
+    """The config of each problem if at_most may be kept, and the facts of that choice."""
     configs: dict[str, Config] = {}
     known: list[dict[str, float]] = []
     for own in shapes:

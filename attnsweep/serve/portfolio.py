@@ -78,7 +78,7 @@ def _is_off(longer: float | None) -> bool:
 
 
 def of_size(found: Sequence[Portfolio], at_most: int) -> Portfolio:
-    """The largest of no more than so many configs. Raises SpecError."""
+    """The largest portfolio of at most this many configs. Raises SpecError."""
     if type(at_most) is not int or at_most < 1:
         raise SpecError(f"at most {at_most!r} configs; it is a number from 1 on", where="--at-most")
     return found[min(at_most, len(found)) - 1]
