@@ -75,6 +75,13 @@ def operator(package):
         yield on_card.always(package, NAME)
 
 
+@pytest.fixture(scope="module")
+def enabled(package, operator):
+    """The package, whose functions call the operator."""
+    package.serve_by(operator)
+    return package
+
+
 def tensors(shape, layout="rows_first", scale=1.0):
     """q, k and v. packed: each is a slice of a larger tensor. scale: of the numbers."""
     torch.manual_seed(1)
@@ -215,7 +222,7 @@ def test_compiled(operator, layout):
     assert operator.counters()["kernel"] == before + 1
 
 
-def test_enabled(package, operator):
+def test_enabled(enabled):
     """PyTorch's own function, FlashAttention's, and both in compiled code."""
     shape, *_ = PLAIN
     given, options = tensors(shape, scale=shape.head_dim**-0.25), options_of(shape)
@@ -227,33 +234,31 @@ def test_enabled(package, operator):
 
     def flash(q, k, v):
         rows = [t.transpose(1, 2) for t in (q, k, v)]
-        return package.flash_attn_func(*rows, softmax_scale=1.0, causal=True).transpose(1, 2)
+        return enabled.flash_attn_func(*rows, softmax_scale=1.0, causal=True).transpose(1, 2)
 
-    package.serve_by(operator)
-    before = package.counters().get("kernel", 0)
-    with package.enable():
+    before = enabled.counters().get("kernel", 0)
+    with enabled.enable():
         for attention in (block, flash, torch.compile(block, fullgraph=True), torch.compile(flash, fullgraph=True)):
             assert right(attention(*given), given, mask, 1.0)
-    assert package.counters()["kernel"] == before + 4
+    assert enabled.counters()["kernel"] == before + 4
 
 
 @pytest.mark.parametrize("registered", [False, True])
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize(("heads", "heads_kv"), [(32, 8), (8, 4)])
-def test_a_model_of_gemma_4s_kind(package, operator, registered, how, heads, heads_kv):
+def test_a_model_of_gemma_4s_kind(enabled, registered, how, heads, heads_kv):
     """Its logits are as near to those of float64 attention as with PyTorch's own."""
-    package.serve_by(operator)
     model = gemma4("cuda", heads, heads_kv, 1024)
     ids = torch.randint(1, 128, (1, 1024), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     own, theirs = logits(float64(model), ids), logits(model, ids)
-    model.set_attn_implementation(package.register() if registered else "sdpa")
+    model.set_attn_implementation(enabled.register() if registered else "sdpa")
     torch._dynamo.reset()
     step = torch.compile(model) if how == "compiled" else model
-    before = package.counters().get("kernel", 0)
-    with nullcontext() if registered else package.enable():
+    before = enabled.counters().get("kernel", 0)
+    with nullcontext() if registered else enabled.enable():
         ours = logits(step, ids)
     assert (ours - own).norm() <= 1.5 * (theirs - own).norm()
-    assert package.counters().get("kernel", 0) == before + 1, package.counters()
+    assert enabled.counters().get("kernel", 0) == before + 1, enabled.counters()
 
 
 def test_empty_and_refused(operator):
