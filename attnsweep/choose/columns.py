@@ -15,6 +15,7 @@ from attnsweep.core.errors import SpecError
 from attnsweep.core.hardware import arch_named, binding, bounds
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Environment, Status, Trial, over_limit
+from attnsweep.store.rows import trial_of
 
 _FLOAT, _TEXT, _BOOL, _WHOLE = "float64", "object", "bool", "Int64"
 COLUMNS = {
@@ -119,7 +120,7 @@ class Row(Mapping[str, Any]):
     Nor does a row hold its trial, which the run may read again, unless it won.
     """
 
-    __slots__ = ("_context", "_held", "_paced_us", "_trial", "_whole", "number")
+    __slots__ = ("_context", "_facts", "_held", "_paced_us", "_whole", "number")
 
     def __init__(
         self,
@@ -151,13 +152,13 @@ class Row(Mapping[str, Any]):
             trial.recorded,
             trial.machine,
         )
-        self._trial = trial if self["winner"] else None
+        self._facts = trial if self["winner"] else None
 
     def __getitem__(self, name: str) -> Any:
         if (at := _AT.get(name)) is not None:
             return self._held[at]
         if name == "trial":
-            return self._trial or self._context.trials()[self.number]
+            return trial_of(self.facts)
         if name == "problem":
             return self._context.label
         if name == "best_baseline":
@@ -165,8 +166,13 @@ class Row(Mapping[str, Any]):
         if name not in COLUMNS:
             raise KeyError(name)
         if self._whole is None:
-            self._whole = self.columns(named(self["trial"].config))
+            self._whole = self.columns(named(self.facts.config))
         return self._whole[name]
+
+    @property
+    def facts(self) -> Trial:
+        """Its trial, or what has the same attributes and is there sooner: see store.rows."""
+        return self._facts or self._context.trials()[self.number]
 
     def __iter__(self) -> Iterator[str]:
         return iter(COLUMNS)
@@ -175,9 +181,9 @@ class Row(Mapping[str, Any]):
         return len(COLUMNS)
 
     def columns(self, config: object) -> dict[str, Any]:
-        """All columns, in order. config: what stands for the config, whose text takes time."""
-        trial: Trial = self["trial"]
-        whole = _UNKNOWN | dict(zip(_HELD, self._held, strict=True)) | {"trial": trial}
+        """All columns, in order, but no trial. config: stands for it, whose text takes time."""
+        trial = self.facts
+        whole = _UNKNOWN | dict(zip(_HELD, self._held, strict=True))
         del whole["machine"]
         whole["problem"], whole["best_baseline"] = self["problem"], self["best_baseline"]
         accuracy, used = trial.accuracy, trial.resources

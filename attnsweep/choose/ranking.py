@@ -103,7 +103,7 @@ def ranked(
 
 
 Members = Callable[[], Sequence[Trial]]
-"""Gives the rows of a problem, perhaps by reading them again."""
+"""Gives the facts of a problem's rows (store.rows), perhaps by reading them again."""
 
 
 def members_of(trials: Sequence[Trial], *, distinct: bool = False) -> Mapping[Problem, Members]:
@@ -117,7 +117,7 @@ def frame(rows: Sequence[Row]) -> pandas.DataFrame:
     """The rows as a DataFrame: see `rank`."""
     import pandas
 
-    whole = [row.columns(named(row["trial"].config)) for row in rows]
+    whole = [row.columns(named(row.facts.config)) | {"trial": row["trial"]} for row in rows]
     columns = {
         name: pandas.Series([row[name] for row in whole], dtype=dtype)
         for name, dtype in COLUMNS.items()
@@ -227,7 +227,8 @@ def _as_ranked(trial: Trial) -> Trial:
     energy = trial.energy_uj
     if energy is None or not energy.ranks:
         return trial
-    facts = energy.model_dump(include={"median", "low", "high", "samples", "rounds"})
+    names = ("median", "low", "high", "samples", "rounds")
+    facts = {name: getattr(energy, name) for name in names}
     return trial.with_(time_us=Measurement(**facts, l2="energy"))
 
 

@@ -64,7 +64,7 @@ def compare(old: Run, new: Run, *, slower: float, other_driver: bool = False) ->
 
     def apart(*winners: Row) -> str | None:
         """Why two rows are not comparable, or None; rows of several cards name their own card."""
-        facts = [each | row["trial"].machine for each, row in zip(known, winners, strict=True)]
+        facts = [each | row.facts.machine for each, row in zip(known, winners, strict=True)]
         control = other_card(*both) or other_protocol(*both)
         return control or other_machine(*facts, other_driver=other_driver)
 
@@ -136,7 +136,7 @@ def _judge(
     if won["timed_as"] != now["timed_as"]:
         return unsure(f"timed {won['timed_as']}, then {now['timed_as']}")
     for which, row in (("old", won), ("new", now)):
-        if not row["trial"].time_us.rounds:
+        if not row.facts.time_us.rounds:
             return unsure(f"the {which} run timed its best candidate without rounds")
     baselines = [*_compared(old, new)]
     if not baselines:
@@ -161,7 +161,7 @@ def _damage(which: str, section: Section) -> str | None:
     It may have been the best one, or its baseline: without it nothing can be compared.
     """
     for row in section.rows:
-        trial = row["trial"]
+        trial = row.facts
         if trial.status is Status.OK and row["status"] != Status.OK:
             name = row["provider"] if row["baseline"] else f"{row['kernel']} {row['config']}"
             return f"the {which} run is damaged: {name.strip()} {row['detail']}"
@@ -221,7 +221,7 @@ def _beside_winner(section: Section) -> dict[str, tuple[list[float], list[float]
     found = {}
     for row in section.rows:
         if row["baseline"] and row["rank"]:
-            ours, its = common_rounds(won["trial"], row["trial"])
+            ours, its = common_rounds(won.facts, row.facts)
             if len(its) >= _FEWEST_ROUNDS:
                 found[row["provider"]] = ours, its
     return found

@@ -29,10 +29,11 @@ def by_card(sections: Sequence[Section]) -> list[dict[str, Any]]:
     gpus: dict[str, str] = {}
     on: dict[str, dict[str, None]] = {}
     for section in sections:
+        label = section.problem.label
         for row in section.in_order:
             if uuid := row["machine"].get("uuid"):
                 gpus.setdefault(str(uuid), str(row["machine"].get("gpu", "unknown")))
-                on.setdefault(str(uuid), {})[section.problem.label] = None
+                on.setdefault(str(uuid), {})[label] = None
     if len(on) < 2:
         return []
     won = {section.problem.label: section.winner for section in sections}
@@ -45,7 +46,7 @@ def by_card(sections: Sequence[Section]) -> list[dict[str, Any]]:
         winners = {
             label: {
                 "kernel": row["kernel"],
-                "config": dict(row["trial"].config),
+                "config": dict(row.facts.config),
                 "time_us": row["time_us"],
             }
             for label, row in rows.items()

@@ -99,7 +99,7 @@ def _over(baseline: str, section: Section) -> float:
     if baseline == winner["best_baseline"] and winner["ratio_to_best_baseline"] is not None:
         return float(winner["ratio_to_best_baseline"])
     base = next(row for row in section.ranked if row["provider"] == baseline)
-    ratio = Base(base["trial"], noisy=False, us=base["time_us"]).ratio(winner["trial"])
+    ratio = Base(base.facts, noisy=False, us=base["time_us"]).ratio(winner.facts)
     return ratio.value if ratio.of else float(base["time_us"] / winner["time_us"])
 
 
@@ -115,7 +115,7 @@ def _side(section: Section, others: Row | None) -> dict[str, Any]:
     us = float(winner["time_us"])
     return {
         "kernel": winner["kernel"],
-        "config": dict(winner["trial"].config),
+        "config": dict(winner.facts.config),
         "time_us": us,
         "baselines_us": {
             str(row["provider"]): float(row["time_us"]) for row in section.ranked if row["baseline"]
@@ -130,7 +130,7 @@ def _same(row: Row | None, other: Row | None) -> bool:
     if row is None or other is None:
         return row is other
     alike = row["kernel"] == other["kernel"]
-    return alike and bool(row["trial"].config == other["trial"].config)
+    return alike and bool(row.facts.config == other.facts.config)
 
 
 def _some(sections: Sections) -> str:

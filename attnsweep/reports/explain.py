@@ -138,7 +138,7 @@ _FACTS = (
 def _json_row(row: Row | None) -> dict[str, Any]:
     if row is None:
         return {}
-    trial: Trial = row["trial"]
+    trial: Trial = row.facts
     used = trial.resources
     return {name: row[name] for name in _FACTS} | {
         "config": dict(trial.config),
@@ -213,14 +213,14 @@ def _by_place(word: str, section: Section, kernel: str | None) -> dict[str, str]
     fitting = {k: names for k, names in families.items() if len(names) == len(values)}
     for row in section.candidates:
         names = fitting.get(row["kernel"], [])
-        said = chosen_by(row["trial"])
+        said = chosen_by(row.facts)
         if names and [said[name] for name in names if name in said] == values:
             return {"kernel": row["kernel"]} | dict(zip(names, values, strict=True))
     order = [f"{k}: {' / '.join(names)}" for k, names in families.items() if names]
     if fitting:
         family, names = next(iter(fitting.items()))
         return {"kernel": family} | dict(zip(names, values, strict=True))
-    if word in {row["trial"].provider for row in section.rows if row["baseline"]}:
+    if word in {row.facts.provider for row in section.rows if row["baseline"]}:
         what = f"{word!r} is a baseline, and a candidate of ours is explained"
         raise SpecError(what, hint=f"attnsweep report has its times; ours: {', '.join(families)}")
     shown = "; ".join(order) or "none, because no parameter differs in this run"
@@ -236,7 +236,7 @@ def _checked(
     section: Section, wanted: Mapping[str, str], spec: Mapping[str, Any], kernel: Family | None
 ) -> None:
     """Raise SpecError if a name, or a value that neither run nor spec nor family has, is wanted."""
-    said = [chosen_by(row["trial"]) for row in section.candidates]
+    said = [chosen_by(row.facts) for row in section.candidates]
     names = dict.fromkeys(name for facts in said for name in facts)
     for name, value in wanted.items():
         if name not in names:
@@ -293,7 +293,7 @@ def _explain(
         fitting = [section.winner]
     else:
         rows, asked = section.candidates, wanted.items()
-        fitting = [row for row in rows if asked <= chosen_by(row["trial"]).items()]
+        fitting = [row for row in rows if asked <= chosen_by(row.facts).items()]
     row = fitting[0] if fitting else None
     if row is None:
         if not section.candidates:
@@ -301,17 +301,17 @@ def _explain(
         named_one = (r for r in section.candidates if wanted.get("kernel") in (None, r["kernel"]))
         base = next(named_one, section.candidates[0])  # which completes a config that no row has
         _checked(section, wanted, spec, kernels.get(base["kernel"]))
-        family, config = base["kernel"], _changed(base["trial"].config, wanted)
+        family, config = base["kernel"], _changed(base.facts.config, wanted)
     else:
-        family, config = row["kernel"], row["trial"].config
+        family, config = row["kernel"], row.facts.config
     own, values = kernels.get(family), _spec_values(spec, family, section)
-    calls = (r["trial"].call for r in section.candidates if r["kernel"] == family)
+    calls = (r.facts.call for r in section.candidates if r["kernel"] == family)
     call = next((each["function"] for each in calls if each), None)
     unknown, removes = _rules(own, section, config, call)
     modes = [mode.name for mode in own.modes] if own is not None else []
     rule = removes(config) if row is None else None
     mine = [r for r in section.candidates if r["kernel"] == family]
-    trials = [r["trial"] for r in mine]
+    trials = [r.facts for r in mine]
     best = next((r for r in mine if r["rank"]), None)
     axes = axes_of((spec.get(family) or {}).get("variants"))
     facts = next((facts for facts in section.spaces if facts.get("kernel") == family), {})
@@ -325,7 +325,7 @@ def _explain(
         tuple(_beside(section, row)),
         tuple(_neighbours(mine, row, config, values, removes, modes)),
         {n: c for n, c in removed.items() if c} if isinstance(removed, Mapping) else {},
-        tuple(effects(trials, best["trial"], axes)) if best is not None else (),
+        tuple(effects(trials, best.facts, axes)) if best is not None else (),
         len(timed(trials, family)),
         len(trials),
         tuple(_counters(recorded, [row, section.winner])),
@@ -416,9 +416,9 @@ def _neighbours(
 
     modes: parameters that no rule of the family reads.
     """
-    configs = [row["trial"].config for row in rows]
+    configs = [row.facts.config for row in rows]
     by_config = {_frozen(each): row for each, row in zip(configs, rows, strict=True)}
-    own = row["trial"].screened_us if row is not None else None
+    own = row.facts.screened_us if row is not None else None
     out = []
     for name, mine in config.items():
         seen = {value_text(v): v for v in named_values.get(name, ())}
@@ -431,7 +431,7 @@ def _neighbours(
             near = {**config, name: value}
             there = by_config.get(_frozen(near))
             if there is not None:
-                us = there["trial"].screened_us if there["rank"] else None
+                us = there.facts.screened_us if there["rank"] else None
                 why = None if there["rank"] else first_line(there["detail"])
                 ratio = us / own if us and own else None
                 out.append(Neighbour(name, value, us, ratio, there["status"], why or None))
@@ -571,7 +571,7 @@ def differences(found: ConfigExplanation) -> list[str]:
     row, won = found.row, found.winner
     if won is None or found.won or won["kernel"] != found.kernel:
         return []
-    theirs: Mapping[str, Value] = won["trial"].config
+    theirs: Mapping[str, Value] = won.facts.config
     differing = [n for n, v in found.config.items() if value_text(v) != value_text(theirs.get(n))]
     if not differing:
         return []
@@ -616,7 +616,7 @@ def _table(found: ConfigExplanation, row: Row, width: int) -> list[Text]:
     cells = [["", "#", "kernel", "µs", "× this", "regs", "smem", "occ", "limited by"]]
     tails = ["differs by"]
     for part, each in parts:
-        trial, us = each["trial"], each["time_us"]
+        trial, us = each.facts, each["time_us"]
         used = trial.resources
         limited = "/".join(dict.fromkeys(used.limiters.values())) if used is not None else ""
         cells.append(
@@ -644,19 +644,19 @@ def _differs(each: Row, row: Row) -> str:
     """The parameters in which a row of the same family differs."""
     if each is row or each["baseline"] or each["kernel"] != row["kernel"]:
         return ""
-    own = row["trial"].config
-    return named({n: v for n, v in each["trial"].config.items() if v != own.get(n)})
+    own = row.facts.config
+    return named({n: v for n, v in each.facts.config.items() if v != own.get(n)})
 
 
 def _stages(found: ConfigExplanation) -> list[str]:
     """The stages of the explained candidate next to the winner's, if both have them."""
     row, won = found.row, found.winner
-    if row is None or not row["trial"].stages_us:
+    if row is None or not row.facts.stages_us:
         return []
-    theirs = won["trial"].stages_us if won is not None and not found.won else {}
+    theirs = won.facts.stages_us if won is not None and not found.won else {}
     each = [
         f"{name} {us:.1f}{GLUE}µs" + (f" (winner {theirs[name]:.1f})" if name in theirs else "")
-        for name, us in row["trial"].stages_us.items()
+        for name, us in row.facts.stages_us.items()
     ]
     return [f"stages timed alone: {', '.join(each)}"]
 

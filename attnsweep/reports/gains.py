@@ -76,7 +76,7 @@ def _gain(problem: Problem, calls: int, section: Section | None) -> dict[str, An
     if best is not None and lost is None:
         # A noisy baseline counts with its fastest round, as × base does.
         noisy = best["status"] == Status.NOISY
-        baseline_us = fastest_round(best["trial"]) if noisy else best["time_us"]
+        baseline_us = fastest_round(best.facts) if noisy else best["time_us"]
     winner_us = row.get("time_us")
     gain, why = 0.0, None
     low, high = row.get("ratio_low"), row.get("ratio_high")

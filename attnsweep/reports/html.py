@@ -287,7 +287,7 @@ def _key_figures(section: Section, row: Row) -> list[tuple[str, str]]:
     ]
     if section.problem.batch > 1:
         out.append((f"{figure(row['us_per_sequence'], 3)} µs", "a sequence"))
-    if row["trial"].chained_us is not None:
+    if row.facts.chained_us is not None:
         out.append((f"{figure(row['trial'].chained_us, 3)} µs", "chained, not ranked"))
     return out
 
@@ -360,7 +360,7 @@ def _ladder(section: Section, rungs: Sequence[str], target_us: float | None) -> 
             )
             continue
         us = row["time_us"]
-        used = row["trial"].resources
+        used = row.facts.resources
         stages = [*used.stages.values()] if used is not None else []
         size = _sum_of(stages, "cubin_bytes")
         step |= {
@@ -433,7 +433,7 @@ def data_of(sections: Iterable[Section], spec_text: str | None = None) -> dict[s
     known: dict[tuple[str, int, int], tuple[Settings, Settings, list[Value | None]]] = {}
     for index, section in enumerate(sections):
         for row in section.candidates:
-            trial, kernel, reason = row["trial"], row["kernel"], reason_of(row)
+            trial, kernel, reason = row.facts, row["kernel"], reason_of(row)
             if (names := (*trial.variant, *trial.config)) != last.get(kernel):
                 kernels.setdefault(kernel, {}).update(dict.fromkeys(names))
                 last[kernel] = names
@@ -450,7 +450,7 @@ def data_of(sections: Iterable[Section], spec_text: str | None = None) -> dict[s
                     known[key][-1],
                 ]
             )
-        in_order = [row["trial"] for row in section.in_order]
+        in_order = [row.facts for row in section.in_order]
         problems.append(_drawn(section, families) | {"search": best_so_far(in_order)})
     for (kernel, *_), (variant, config, values) in known.items():
         own = {**variant, **config}
@@ -474,7 +474,7 @@ def _drawn(section: Section, families: Mapping[str, Any]) -> dict[str, Any]:
     """One problem: size, bounds, baselines, the stages of its best pipelines, and effects."""
     problem: Problem = section.problem
     bests = {id(row) for row in section.best_of_families}
-    in_stages = [row for row in section.ranked if row["trial"].stages_us]
+    in_stages = [row for row in section.ranked if row.facts.stages_us]
     first = [row for row in in_stages if id(row) in bests]
     others = [row for row in in_stages if id(row) not in bests]
     staged = sorted([*first, *others][:_MAX_STAGES], key=lambda row: float(row["time_us"]))
@@ -497,7 +497,7 @@ def _drawn(section: Section, families: Mapping[str, Any]) -> dict[str, Any]:
                 "config": named(own_settings(section, row)) or row["config"],
                 "us": short(row["time_us"]),
                 "launches": short(row["launch_us"]),
-                "stages": {n: short(us) for n, us in row["trial"].stages_us.items()},
+                "stages": {n: short(us) for n, us in row.facts.stages_us.items()},
             }
             for row in staged
         ],
@@ -509,10 +509,8 @@ def _effects(section: Section, families: Mapping[str, Any]) -> dict[str, Any] | 
     won = section.winner
     if won is None:
         return None
-    trials = [row["trial"] for row in section.candidates if row["kernel"] == won["kernel"]]
-    found = effects(
-        trials, won["trial"], axes_of((families.get(won["kernel"]) or {}).get("variants"))
-    )
+    trials = [row.facts for row in section.candidates if row["kernel"] == won["kernel"]]
+    found = effects(trials, won.facts, axes_of((families.get(won["kernel"]) or {}).get("variants")))
     *whole, rest = percents(found)
     told = [
         asdict(effect) | {"percent": None if effect.share is None else percent}
@@ -523,13 +521,13 @@ def _effects(section: Section, families: Mapping[str, Any]) -> dict[str, Any] | 
 
 def own_settings(section: Section, row: Row) -> Mapping[str, object]:
     """The settings in which a config differs from others of its family."""
-    config = row["trial"].config
+    config = row.facts.config
     names = section.differing.get(row["kernel"], [])
     return {name: config[name] for name in names if name in config}
 
 
 def _baseline(row: Row) -> dict[str, Any]:
-    time = row["trial"].time_us
+    time = row.facts.time_us
     return {
         "who": who(row),
         "kind": "winner" if row["winner"] else "baseline" if row["baseline"] else "kernel",
@@ -538,7 +536,7 @@ def _baseline(row: Row) -> dict[str, Any]:
         "high": short(time.high),
         "cold": short(row["cold_us"]),
         "eager": short(row["eager_us"]),
-        "chained": short(row["trial"].chained_us),
+        "chained": short(row.facts.chained_us),
         "config": row["config"],
     }
 

@@ -183,7 +183,7 @@ def json_parts(run: Run) -> dict[str, Any]:
 
 
 def _json_row(row: Row) -> dict[str, Any]:
-    trial = row["trial"]
+    trial = row.facts
     plain = row.columns(trial.config)
     del plain["problem"], plain["trial"]
     plain["chained_us"] = trial.chained_us
@@ -285,14 +285,14 @@ def _configs(section: Section, rows: Sequence[Row], *, names: bool) -> tuple[lis
     families: dict[str, list[dict[str, object]]] = {}
     for row in rows:
         if not row["baseline"]:
-            families.setdefault(row["kernel"], []).append(row["trial"].config)
+            families.setdefault(row["kernel"], []).append(row.facts.config)
     differing = {
         kernel: section.differing[kernel] if len(configs) > 1 else []
         for kernel, configs in families.items()
     }
     cells = []
     for row in rows:
-        config = row["trial"].config
+        config = row.facts.config
         if row["baseline"]:
             cells.append(", ".join(texts.marks(row)) or "baseline")
             continue
@@ -591,7 +591,7 @@ def config_changes(section: Section, rows: Sequence[Row]) -> list[str]:
             first.setdefault(row["kernel"], row)
 
     def differing(row: Row) -> list[str]:
-        own, best = row["trial"].config, first[row["kernel"]]["trial"].config
+        own, best = row.facts.config, first[row["kernel"]].facts.config
         return [
             name for name in section.differing[row["kernel"]] if own.get(name) != best.get(name)
         ]
@@ -606,7 +606,7 @@ def config_changes(section: Section, rows: Sequence[Row]) -> list[str]:
             cells.append(", ".join(texts.marks(row)))
             continue
         names = changed[row["kernel"]] if first[row["kernel"]] is row else differing(row)
-        cells.append(named({name: row["trial"].config.get(name) for name in names}))
+        cells.append(named({name: row.facts.config.get(name) for name in names}))
     return cells
 
 

@@ -72,7 +72,7 @@ class Section:
     @property
     def bounds_us(self) -> dict[str, float]:
         """Unit to its bound; empty if the rows come from another GPU than the environment's."""
-        return bounds_of(self.rows[0]["trial"], self.environment)
+        return bounds_of(self.rows[0].facts, self.environment)
 
     @functools.cached_property
     def candidates(self) -> list[Row]:
@@ -117,7 +117,7 @@ class Section:
         """Family to the parameters in which its candidates differ, shown or not."""
         configs: dict[str, list[Mapping[str, Any]]] = {}
         for row in self.candidates:
-            configs.setdefault(row["kernel"], []).append(row["trial"].config)
+            configs.setdefault(row["kernel"], []).append(row.facts.config)
         varied: dict[str, list[str]] = {}
         for kernel, those in configs.items():
             names = dict.fromkeys(name for config in those for name in config)
@@ -209,8 +209,8 @@ def marks(row: Row) -> list[str]:
     """Marks of a row: base, noisy, in another format, over the limit."""
     said = ["base"] if row["baseline"] and row["provider"] == row["best_baseline"] else []
     said += ["noisy"] if row["status"] == Status.NOISY else []
-    if below_ranking(row["trial"]) is not None:
-        other = in_other_format(row["provider"], row["trial"].problem)
+    if below_ranking(row.facts) is not None:
+        other = in_other_format(row["provider"], row.facts.problem)
         return [*said, "other format" if other else "not ranked"]
     return said + (["over the limit"] if row["over_limit"] else [])
 
@@ -287,7 +287,7 @@ def bound_line(section: Section) -> str | None:
 
 def conditions_line(section: Section) -> str | None:
     """The clock in the rounds, the reasons for throttling, and the clock of the line above."""
-    conditions = [row["trial"].conditions for row in section.rows if row["rounds"]]
+    conditions = [row.facts.conditions for row in section.rows if row["rounds"]]
     clocks = [c["sm_mhz"] for c in conditions if isinstance(c.get("sm_mhz"), int | float)]
     throttle = [name for c in conditions for name in c.get("throttle") or ()]
     said = []
@@ -308,11 +308,11 @@ def conditions_line(section: Section) -> str | None:
 
 def _timed_alone(row: Row) -> list[str]:
     """A note on a time that was not measured in the same rounds as the others."""
-    if row["trial"].time_us.samples <= 1:
+    if row.facts.time_us.samples <= 1:
         return ["timed once"]
     if row["rounds"]:
         return []
-    return ["timed only in the race" if row["trial"].race else "timed in an earlier session"]
+    return ["timed only in the race" if row.facts.race else "timed in an earlier session"]
 
 
 def apart(row: Row) -> bool:
@@ -383,7 +383,7 @@ def winner_lines(section: Section) -> list[str]:
         fastest = "" if section.lost else ", the fastest baseline"
         said.append(f"{ratio_text(row, name=False)} {who(best)}{fastest}{by}")
     said += others
-    chained = row["trial"].chained_us
+    chained = row.facts.chained_us
     said += [] if chained is None else [f"chained{GLUE}{figure(chained, 3)}{GLUE}µs"]
     if row["energy_uj"] is not None:
         rank = ", which ranks" if row["ranked_as"] == "energy" else ""
@@ -393,7 +393,7 @@ def winner_lines(section: Section) -> list[str]:
     title = f"* best of ours; {baseline}:" if baseline else "* winner"
     lines = [f"{title} {who(row)}{config}: {', '.join(said)}"]
     for row in section.best_of_families:
-        stages = row["trial"].stages_us
+        stages = row.facts.stages_us
         if stages:
             rest = row["time_us"] - sum(stages.values())
             each = [f"{name}{GLUE}{us:.1f}" for name, us in stages.items()]
@@ -402,7 +402,7 @@ def winner_lines(section: Section) -> list[str]:
             each.append(f"rest{GLUE}{rest:.1f}{GLUE}µs" if rest >= 0 else together)
             each += _issued(row)
             lines.append(f"  stages of the best {who(row)}: {' · '.join(each)}")
-        if once := row["trial"].once_us:
+        if once := row.facts.once_us:
             each = [f"{name}{GLUE}{us:.1f}{GLUE}µs" for name, us in once.items()]
             lines.append(f"  once for all calls, of the best {who(row)}: {' · '.join(each)}")
     return lines
@@ -410,7 +410,7 @@ def winner_lines(section: Section) -> list[str]:
 
 def _issued(row: Row) -> list[str]:
     """The cost of launching alone, and the chunks of a call if there are several."""
-    trial = row["trial"]
+    trial = row.facts
     said = []
     if trial.launch_us is not None:
         said.append(f"launches alone{GLUE}{trial.launch_us:.1f}{GLUE}µs")
@@ -473,7 +473,7 @@ def baseline_lines(section: Section) -> list[str]:
     best = section.best_baseline
     lines = [] if section.lost is None else [f"{section.lost}: the same sweep again times it"]
     if best is not None and best["status"] == Status.NOISY:
-        us = figure(fastest_round(best["trial"]), 4)
+        us = figure(fastest_round(best.facts), 4)
         lines.append(
             f"{who(best)} stayed noisy: × base takes its fastest round, {us}{GLUE}µs, so that each "
             "ratio is a lower bound"
@@ -481,7 +481,7 @@ def baseline_lines(section: Section) -> list[str]:
     for row in section.rows:
         if row["status"] not in (Status.OK, Status.NOISY):
             continue
-        why = below_ranking(row["trial"])
+        why = below_ranking(row.facts)
         said = [f"neither ranked nor taken as base: {why}"] if why is not None else []
         if row["over_limit"]:
             said.append(f"error {row['rel_err']:.1e}, over the limit {row['limit']:.1e}")
@@ -559,7 +559,7 @@ def sentence(section: Section) -> str:
         on += f"; {section.lost}"
     baseline = _TITLES.get(best["provider"], best["provider"])
     noisy = row["ratio_of"] == "bound"
-    baseline_us = figure(fastest_round(best["trial"]) if noisy else best["time_us"], 3)
+    baseline_us = figure(fastest_round(best.facts) if noisy else best["time_us"], 3)
     times, swapped = f"({us} against {baseline_us} {unit}", f"({baseline_us} against {us} {unit}"
     low, high = row["ratio_low"], row["ratio_high"]
     if best["over_limit"]:
@@ -594,7 +594,7 @@ def winning_config(section: Section) -> str:
     if (row := section.winner) is None:
         return ""
     names = section.differing[row["kernel"]]
-    return named({n: v for n, v in row["trial"].config.items() if n in names or not names})
+    return named({n: v for n, v in row.facts.config.items() if n in names or not names})
 
 
 def plus_minus(ratio: float, low: float, high: float) -> str:
@@ -630,25 +630,25 @@ def frontier_points(section: Section) -> list[dict[str, Any]]:
     """Right candidates and baselines with a time and an error; `on` if on the frontier."""
     if not section.problem.format.lossy:
         return []
-    best = {trial.key for trial in frontier([row["trial"] for row in section.rows])}
+    best = {trial.key for trial in frontier([row.facts for row in section.rows])}
     return [
         {
             "who": who(row),
             "kind": "baseline" if row["baseline"] else "kernel",
             "us": float(f"{row['time_us']:.5g}"),
             "error": float(f"{accuracy.error:.4g}"),
-            "on": row["trial"].key in best,
+            "on": row.facts.key in best,
             "config": row["config"],
         }
         for row in section.rows
         if row["status"] == Status.OK and row["time_us"] is not None
-        if (accuracy := row["trial"].accuracy) is not None and accuracy.error is not None
+        if (accuracy := row.facts.accuracy) is not None and accuracy.error is not None
     ]
 
 
 def _of_format(section: Section) -> list[str]:
     row = section.winner or next((row for row in section.rows if row["rank"]), None)
-    accuracy: Accuracy | None = row["trial"].accuracy if row else None
+    accuracy: Accuracy | None = row.facts.accuracy if row else None
     if row is None or accuracy is None or accuracy.format_err is None or accuracy.error is None:
         return []
     line = (
@@ -661,18 +661,18 @@ def _of_format(section: Section) -> list[str]:
 
 
 def _best(section: Section) -> list[str]:
-    by_key = {row["trial"].key: row for row in section.rows}
-    rows = [by_key[t.key] for t in frontier([row["trial"] for row in section.rows])]
+    by_key = {row.facts.key: row for row in section.rows}
+    rows = [by_key[t.key] for t in frontier([row.facts for row in section.rows])]
     if len(rows) < 2:
         return []
     shown = rows[:_MOST]
     more = f" (the fastest {_MOST} of {len(rows)})" if len(rows) > _MOST else ""
     lines = [f"none is both faster and more accurate{more}; ~ not timed in the rounds:"]
     for row in shown:
-        config = row["trial"].config
+        config = row.facts.config
         own = {name: config[name] for name in section.differing.get(row["kernel"], ())}
         us = f"{'~' * apart(row)}{figure(row['time_us'], 4)}"
-        error = row["trial"].accuracy.error
+        error = row.facts.accuracy.error
         said = f"  {us}{GLUE}µs, error {error:.1e}: {who(row)} {named(own)}"
         lines.append(said.rstrip())
     return lines
@@ -776,7 +776,7 @@ def searched_lines(section: Section) -> list[str]:
 
 def judged_line(rows: Sequence[Row]) -> str | None:
     """The share of these rows' outputs that was compared with float64, if not all."""
-    found = [row["trial"].accuracy for row in rows if row["time_us"] and not row["baseline"]]
+    found = [row.facts.accuracy for row in rows if row["time_us"] and not row["baseline"]]
     shares = sorted(a.judged for a in found if a is not None and a.judged is not None)
     if not shares:
         return None

@@ -18,7 +18,7 @@ from sys import intern
 from typing import Any, BinaryIO, get_args, overload
 
 import msgspec
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
@@ -71,7 +71,7 @@ def parse_trials(lines: Iterable[bytes], path: Path) -> tuple[dict[Key, Trial], 
     trials: dict[Key, Trial] = {}
     reader, warnings, rows = RowReader(), Warnings(path), 0
     for key, facts, _ in _parsed(lines, reader, warnings):
-        trials[key] = reader.made(facts)
+        trials[key] = trial_of(facts)
         rows += 1
     return trials, warnings.texts(), rows
 
@@ -88,7 +88,7 @@ def read_rows(file: BinaryIO, path: Path) -> tuple[Sequence[Trial], list[str]]:
     for key, facts, place in _parsed(file, reader, warnings):
         places[key] = place
         if trials is not None:
-            trials[key] = reader.made(facts)
+            trials[key] = trial_of(facts)
             trials = None if len(trials) > KEPT else trials
     if trials is not None:
         return list(trials.values()), warnings.texts()
@@ -128,7 +128,9 @@ _CONTROL = re.compile(rb"\\u00(?:0[1-8b-f]|1[0-9a-f]|7f|[89][0-9a-f])|\x7f|\xc2[
 
 def _printable(data: bytes) -> bytes:
     """JSON whose texts have no control characters, which a terminal would obey."""
-    odd = b"\\u00" in data or not data.isascii() or b"\x7f" in data
+    # Most lines have no backslash, and one byte is sought faster than four.
+    escaped = b"\\" in data and b"\\u00" in data
+    odd = escaped or not data.isascii() or b"\x7f" in data
     return _CONTROL.sub(rb"\\ufffd", data) if odd else data
 
 
@@ -160,20 +162,18 @@ class RowReader:
     def row(self, line: bytes) -> Trial | str:
         """The Trial in one line, or the reason why there is none."""
         facts = self.facts(line)
-        return facts if isinstance(facts, str) else self.made(facts)
+        return facts if isinstance(facts, str) else trial_of(facts)
 
     def facts(self, line: bytes) -> Any:
-        """A Trial or a struct with the same fields, of which `made` makes one; or the reason."""
+        """The facts of a line: its Trial, or what has the same attributes; or the reason.
+
+        Of the second kind `trial_of` makes a Trial, which takes as long as reading the line.
+        """
         line = _printable(line)
         try:
             return self._fields.resolved(self._decoder.decode(line))
         except (msgspec.MsgspecError, ValueError, AttnsweepError):
             return self._as_pydantic_does(line)
-
-    def made(self, facts: Any) -> Trial:
-        """The Trial of a line's facts."""
-        trial: Trial = facts if isinstance(facts, Trial) else self._fields.made(facts)
-        return trial
 
     def key(self, facts: Any) -> Key:
         """Trial.key, which is worked out once for rows that share a config."""
@@ -241,8 +241,10 @@ class _Fields:
                 kind = part.struct | None
             fields.append((name, kind, default))
         fields += [(name, Any, msgspec.UNSET) for name in self._extra]
+        own = {name: each for name, each in vars(model).items() if isinstance(each, property)}
+        own |= {"made": lambda struct: self.made(struct), "with_": _with} if model is Trial else {}
         options: Any = {"kw_only": True, "forbid_unknown_fields": True, "gc": False}
-        self.struct: Any = msgspec.defstruct(f"_{model.__name__}", fields, **options)
+        self.struct: Any = msgspec.defstruct(f"_{model.__name__}", fields, namespace=own, **options)
 
     def resolved(self, struct: Any) -> Any:
         """The struct with the values of shared fields. Raises ValidationError if one cannot be."""
@@ -271,6 +273,11 @@ class _Fields:
         _set(row, "__pydantic_extra__", extra)
         _set(row, "__pydantic_private__", None)
         return row
+
+
+def _with(facts: Any, **changes: Any) -> Any:
+    """As Trial.with_."""
+    return replace(facts, **changes)
 
 
 def _is_model(kind: Any) -> bool:
@@ -325,7 +332,7 @@ class StoredRows(Sequence[Trial]):
         return cls(file, reader, places, array("q", keys.values()))
 
     def changed(self, change: Callable[[Trial], Trial]) -> StoredRows:
-        """The same rows, each as `change` makes it."""
+        """The same rows, each as `change` makes it of its facts."""
         return StoredRows(self._file, self._reader, self._places, self._in_order, change)
 
     @property
@@ -334,7 +341,7 @@ class StoredRows(Sequence[Trial]):
         return self._places.keys()
 
     def of(self, problem: Problem) -> list[Trial]:
-        """The rows of one problem, of which no two have one key."""
+        """The facts of one problem's rows, of which no two have one key; see `trial_of`."""
         last, rows = self._last
         if problem is last:  # it is asked for each row
             return rows
@@ -359,22 +366,28 @@ class StoredRows(Sequence[Trial]):
     def __getitem__(self, number: slice) -> list[Trial]: ...
     def __getitem__(self, number: int | slice) -> Trial | list[Trial]:
         if isinstance(number, slice):
-            return [*self._read(self._in_order[number])]
-        return next(self._read([self._in_order[number]]))
+            return [*map(trial_of, self._read(self._in_order[number]))]
+        return next(map(trial_of, self._read([self._in_order[number]])))
 
     def __iter__(self) -> Iterator[Trial]:
-        return self._read(self._in_order)
+        return map(trial_of, self._read(self._in_order))
 
     def _read(self, places: Iterable[int]) -> Iterator[Trial]:
+        """The facts of the lines that begin at these places."""
         for place in places:
             self._file.seek(place)
-            row = self._reader.row(self._file.readline())
-            assert isinstance(row, Trial), "it was one when the file was opened"
-            yield row if self._change is None else self._change(row)
+            facts = self._reader.facts(self._file.readline())
+            assert not isinstance(facts, str), "it was a row when the file was opened"
+            yield facts if self._change is None else self._change(facts)
+
+
+def trial_of(facts: Trial) -> Trial:
+    """The Trial of a row's facts, which may be that already."""
+    return facts if isinstance(facts, Trial) else facts.made()
 
 
 def of_problems(trials: Sequence[Trial]) -> dict[Problem, Callable[[], list[Trial]]]:
-    """The problems in order of first appearance, each with what gives its rows."""
+    """The problems in order of first appearance, each with what gives the facts of its rows."""
     if isinstance(trials, StoredRows):
         return {problem: partial(trials.of, problem) for problem in trials.problems}
     by_problem: dict[Problem, list[Trial]] = {}
@@ -386,12 +399,12 @@ def of_problems(trials: Sequence[Trial]) -> dict[Problem, Callable[[], list[Tria
 def rows_of(trials: Sequence[Trial], problem: Problem) -> list[Trial]:
     """The rows of one problem."""
     if isinstance(trials, StoredRows):
-        return trials.of(problem)
+        return [*map(trial_of, trials.of(problem))]
     return [trial for trial in trials if trial.problem == problem]
 
 
 def changed(trials: Sequence[Trial], change: Callable[[Trial], Trial]) -> Sequence[Trial]:
-    """The rows, each as `change` makes it."""
+    """The rows, each as `change` makes it of its facts."""
     if isinstance(trials, StoredRows):
         return trials.changed(change)
     return [*map(change, trials)]

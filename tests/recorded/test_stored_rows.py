@@ -96,6 +96,16 @@ def test_rows_of_one_problem_are_those_of_a_list(both):
         assert rows.rows_of(stored.trials, problem) == rows.rows_of(whole.trials, problem)
 
 
+def test_facts_of_a_row_have_what_its_trial_has(both):
+    """A ranking reads them in place of the trial, which takes longer to make."""
+    whole, stored = both
+    for problem in stored.trials.problems:
+        for facts, row in zip(stored.trials.of(problem), rows.rows_of(whole.trials, problem), strict=True):
+            assert (facts.key, facts.screened_us) == (row.key, row.screened_us)
+            assert getattr(facts.accuracy, "error", None) == getattr(row.accuracy, "error", None)
+            assert rows.trial_of(facts.with_(detail="other")) == row.with_(detail="other")
+
+
 def test_a_problem_that_is_not_asked_for_is_not_kept(both):
     _, stored = both
     sections = sections_of(stored)
