@@ -86,7 +86,7 @@ def test_the_kernel_gets_what_an_engine_has(monkeypatch, sms, planned):
             if not isinstance(arg, TensorMap):
                 return arg
             told = tensors[arg.buffer]
-            box = (*arg.box[: 4 if told.sizes[-1] == arg.box[0] else 2], 1)[: len(told.sizes)]  # as the driver
+            box = (*arg.box[: 4 if told.sizes[-1] == arg.dims[0] else 2], 1)[: len(told.sizes)]  # as the driver
             return TensorMap(arg.buffer, told.sizes[::-1], tuple(2 * s for s in told.strides[-2::-1]), box)
 
         return replace(launch, args=tuple(map(of, launch.args)))
