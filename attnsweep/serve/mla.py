@@ -2,7 +2,8 @@
 
 The kernel is compiled when a kind of call is first met, and lies in the cache of cubins then.
 Lengths, table and plan stay on the device, so that a call waits for nothing and may be in a CUDA
-graph whose lengths change. Where the kernel does not run, PyTorch answers behind a gather.
+graph whose lengths change. Where the kernel does not run, others answer as for any paged cache.
+FlashAttention-3's form, `flash_attn_with_kvcache(q, k_cache, v_cache, qv=...)`, is served too.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from attnsweep.core.masks import CAUSAL, FULL
 from attnsweep.core.problem import LOG2E, Problem
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, Family
-from attnsweep.serve.paged_call import DTYPES
-from attnsweep.serve.paged_launch import Kernel, arch_of, bound, current_device, raw_stream
+from attnsweep.serve.paged_call import DTYPES, Arguments
+from attnsweep.serve.paged_launch import Kernel, arch_of, bound, current_device, name_of, raw_stream
+from attnsweep.serve.paged_others import by_others
+from attnsweep.serve.runtime.dispatch import Explanation
 from attnsweep.serve.runtime.driver import BoundLaunches, DriverError, StridedTensor
 
 HEAD_DIM, HEAD_DIM_V, PAGE = 576, 512, 64
@@ -36,7 +39,7 @@ _NAMES = (
     *("shares", "first_slot"),
 )
 counters: Counter[str] = Counter()
-"""Calls by what served them: `kernel`, or why PyTorch did."""
+"""Calls of mla_decode by what served them: `kernel`, or why another did."""
 
 
 class MlaPlan(NamedTuple):
@@ -72,8 +75,8 @@ class _Call(NamedTuple):
 class _Served(NamedTuple):
     """Launches of calls of a kind, or why there are none; and bytes of their partial results."""
 
-    launches: BoundLaunches | None
-    why: str = "kernel"
+    why: Explanation
+    launches: BoundLaunches | None = None
     partial: int = 0
     partial_lse: int = 0
 
@@ -183,6 +186,72 @@ def mla_decode(
     return answer if return_lse else answer[0]
 
 
+def of_latent(call: Arguments, plan: MlaPlan | None = None) -> _Call | Explanation:
+    """The same call with rows of keys that are values too; or why there are no such rows.
+
+    q and qv are copied into one row each unless they lie so.
+    """
+    q, k, v, qv = call.q, call.k, call.v, call.qv
+    assert qv is not None
+    sizes = (k.shape[1], k.shape[3], v.shape[3])
+    if sizes != (PAGE, HEAD_DIM - HEAD_DIM_V, HEAD_DIM_V):
+        what = f"pages of {sizes[0]} keys of {sizes[1]} and {sizes[2]} columns"
+        own = f"{PAGE} of {HEAD_DIM - HEAD_DIM_V} and {HEAD_DIM_V}"
+        return _without("not_served", f"the kernel has not {what}, but {own}")
+    for what, given in (
+        ("queries that are packed unevenly", call.begins is not None),
+        (f"a cache of {k.dtype}", k.dtype != q.dtype),
+        ("windows", call.sides not in ((-1, -1), (-1, 0))),
+        ("softcap", bool(call.softcap)),
+        ("sinks", call.sinks is not None),
+        (f"scale {call.scale}", not 0 < call.scale < math.inf),
+    ):
+        if given:
+            return _without("not_served", f"the kernel has no {what}")
+    cache = _in_one_row(v[:, :, 0], k[:, :, 0])
+    if cache is None or not _are_whole(cache):
+        return _without("layout", "v_cache and k_cache are no rows of one tensor, side by side")
+    rows = _in_one_row(qv, q)
+    rows = torch.cat((qv, q), -1) if rows is None else rows
+    causal = call.sides[1] == 0
+    made = _Call(rows, cache, call.table, call.lengths, call.scale, causal, call.lse)
+    return made if plan is None else _with_plan(made, plan)
+
+
+def explained(call: Arguments) -> Explanation:
+    """Which kernel serves a call with qv, or why another does; launches nothing."""
+    assert call.qv is not None
+    row = call.q.new_empty((*call.q.shape[:-1], call.q.shape[-1] + call.qv.shape[-1]))
+    qv, q = row.split((call.qv.shape[-1], call.q.shape[-1]), -1)  # nothing is copied then
+    made = of_latent(call._replace(q=q, qv=qv))
+    return made if isinstance(made, Explanation) else _serving(_in_rows(made)).why
+
+
+def of_kernel(call: Arguments, plan: MlaPlan | None) -> tuple[torch.Tensor, Any] | Explanation:
+    """The kernel's answer to a call with qv, or why it has none."""
+    made = of_latent(call, plan)
+    return made if isinstance(made, Explanation) else _by_kernel(made)
+
+
+def _in_one_row(first: torch.Tensor, rest: torch.Tensor) -> torch.Tensor | None:
+    """A view of rows that have the columns of both side by side, if they lie so."""
+    *outer, columns = first.shape
+    of_first, of_rest = first.stride(), rest.stride()
+    alike = all(a == b or n == 1 for n, a, b in zip(outer, of_first, of_rest, strict=False))
+    apart = rest.data_ptr() - first.data_ptr()
+    own, theirs = first.untyped_storage(), rest.untyped_storage()
+    if not alike or apart != columns * first.element_size() or own.data_ptr() != theirs.data_ptr():
+        return None
+    return first.as_strided((*outer, columns + rest.shape[-1]), of_first)
+
+
+def _are_whole(cache: torch.Tensor) -> bool:
+    """Whether the rows of a cache (pages, PAGE, HEAD_DIM) are contiguous and do not overlap."""
+    page, slot, one = cache.stride()
+    apart = len(cache) == 1 or page >= slot * (PAGE - 1) + HEAD_DIM
+    return one == 1 and slot >= HEAD_DIM and apart
+
+
 def _understood(
     q: Any, cache: Any, table: Any, lengths: Any, head_dim_v: int, scale: float
 ) -> _Call:
@@ -201,8 +270,7 @@ def _understood(
     if cache.dim() != 3 or cache.shape[1:] != (PAGE, HEAD_DIM) or not len(cache):
         what = f"(pages, {PAGE}, 1, {HEAD_DIM}): one key head, pages of {PAGE} keys"
         raise ValueError(f"kv_cache is {tuple(cache.shape)}: it is {what}")
-    page, slot, one = cache.stride()
-    if one != 1 or slot < HEAD_DIM or (len(cache) > 1 and page < slot * (PAGE - 1) + HEAD_DIM):
+    if not _are_whole(cache):
         raise ValueError(f"kv_cache has strides {cache.stride()}: rows overlap, or are not whole")
     if head_dim_v != HEAD_DIM_V:
         raise ValueError(f"head_dim_v is {HEAD_DIM_V}, not {head_dim_v}")
@@ -241,30 +309,54 @@ def _with_plan(call: _Call, plan: Any) -> _Call:
 _served: dict[tuple[Any, ...], _Served] = {}
 
 
+def _without(code: str, reason: str) -> Explanation:
+    return Explanation(None, code, reason, 0.0, None)
+
+
+def _serving(call: _Call) -> _Served:
+    """What serves calls of this kind, found now or before."""
+    served = _served.get(kind := call.kind)
+    if served is None:
+        if len(_served) >= _MOST_KINDS:
+            _served.clear()
+        served = _served[kind] = _made(call)
+    return served
+
+
 def _made(call: _Call) -> _Served:
     """The launches of calls of this kind."""
     if not call.q.is_cuda:
-        return _Served(None, "device")
+        return _Served(_without("device", f"q is on {call.q.device}"))
     page, slot, _ = call.cache.stride()
-    if page % 8 or slot % 8:
-        return _Served(None, "layout")  # a copy has rows at multiples of 16 bytes
+    if page % 8 or slot % 8:  # a copy has rows at multiples of 16 bytes
+        what = f"the cache has strides {call.cache.stride()}: no multiples of 16 bytes"
+        return _Served(_without("layout", what))
     index = call.q.device.index or 0
     try:
-        kernels, spaces = _of_call(call, index)
+        config = _config(call, index)
+        kernels, spaces = _of_call(call, config, index)
         launches = bound(kernels, index, _NAMES, _in_maps(call))
     except (AttnsweepError, DriverError, OSError) as error:
-        return _Served(None, str(error).splitlines()[0])
-    return _Served(launches, "kernel", spaces.get("partial", 0), spaces.get("partial_lse", 0))
+        return _Served(_without("not_served", str(error).splitlines()[0]))
+    label = f"{_family().name} {config.label}"
+    why = Explanation(label, "kernel", "keys are values too", 0.0, name_of(index))
+    return _Served(why, launches, spaces.get("partial", 0), spaces.get("partial_lse", 0))
 
 
-def _of_call(call: _Call, index: int) -> tuple[list[Kernel], Mapping[str, int]]:
+def _config(call: _Call, index: int) -> Config:
+    """The config of a call: without a plan, it splits requests where they leave SMs idle."""
+    batch, queries, heads, _ = call.q.shape
+    free = arch_of(index).sm_count // (batch * -(-heads * queries // 64))
+    most = min(free, call.table.shape[1])
+    splits = max(n for n in (1, 2, 4, 8, 16) if n == 1 or n <= most)
+    cut = {"SPLITS": splits, "PLAN": 0} if call.shares is None else {"SPLITS": 1, "PLAN": _PLAN}
+    return Config({**_CONFIG, **cut, "LSE": int(call.lse)})
+
+
+def _of_call(call: _Call, config: Config, index: int) -> tuple[list[Kernel], Mapping[str, int]]:
     """The kernels of a call, in order, and their workspaces. Raises an AttnsweepError."""
     batch, queries, heads, _ = call.q.shape
     blocks, rows = call.table.shape[1], heads * queries
-    free = arch_of(index).sm_count // (batch * -(-rows // 64))
-    splits = max(n for n in (1, 2, 4, 8, 16) if n == 1 or n <= min(free, blocks))
-    cut = {"SPLITS": splits, "PLAN": 0} if call.shares is None else {"SPLITS": 1, "PLAN": _PLAN}
-    config = Config({**_CONFIG, **cut, "LSE": int(call.lse)})
     problem = _problem(batch, heads, queries, blocks, DTYPES[call.q.dtype], causal=call.causal)
     kernels = _kernels(problem, config, index)
     if plan := kernels.pop("plan", None):
@@ -292,24 +384,45 @@ def _in_maps(call: _Call) -> dict[str, StridedTensor]:
 
 def _answer(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
     """The output and, if the call wants them, its log-sum-exps."""
+    made = _by_kernel(call)
+    if not isinstance(made, Explanation):
+        counters["kernel"] += 1
+        return made
+    counters[made.code] += 1
+    q, cache = call.q, call.cache[:, :, None]
+    (qv, q), (v, k) = (x.split((HEAD_DIM_V, HEAD_DIM - HEAD_DIM_V), -1) for x in (q, cache))
+    sides = (-1, 0 if call.causal else -1)
+    how = (None, None, None, call.scale, 0.0, sides, call.lse, None, 0)
+    out, lse = by_others(Arguments(q, k, v, call.lengths, call.table, *how, qv))
+    return out, lse if call.lse else q.new_empty(0, dtype=torch.float32)
+
+
+def _in_rows(call: _Call) -> _Call:
+    """The call with the rows of a request's queries one behind the other."""
     q = call.q
-    batch, queries, heads, _ = q.shape
+    _, queries, heads, _ = q.shape
     whole = queries == 1 or q.stride(1) == heads * HEAD_DIM
     if q.stride(3) != 1 or (heads > 1 and q.stride(2) != HEAD_DIM) or not whole or q.stride(0) % 8:
-        call = call._replace(q=(q := q.contiguous()))
+        call = call._replace(q=q.contiguous())
+    return call
+
+
+def _by_kernel(call: _Call) -> tuple[torch.Tensor, torch.Tensor] | Explanation:
+    """The kernel's output and, if the call wants them, log-sum-exps; or why it has none."""
+    call = _in_rows(call)
+    q = call.q
+    batch, queries, heads, _ = q.shape
     index = q.device.index or 0
     if q.is_cuda and current_device() != index:
         with torch.cuda.device(index):  # its context must be the current one
-            return _answer(call)
-    served = _served.get(kind := call.kind)
-    if served is None:
-        if len(_served) >= _MOST_KINDS:
-            _served.clear()
-        served = _served[kind] = _made(call)
-    given = (q.data_ptr() | call.cache.data_ptr()) & 15
-    if served.launches is None or not batch or given:
-        counters[served.why if served.launches is None else "layout"] += 1
-        return _by_pytorch(call)
+            return _by_kernel(call)
+    served = _serving(call)
+    if served.launches is None:
+        return served.why
+    if not q.numel():
+        return _without("empty", "q is empty")
+    if (q.data_ptr() | call.cache.data_ptr()) & 15:
+        return _without("layout", "q or the cache does not begin at a multiple of 16 bytes")
     out = q.new_empty((batch, queries, heads, HEAD_DIM_V))
     lse = q.new_empty((batch, heads, queries) if call.lse else 0, dtype=torch.float32)
     partial = sums = 0
@@ -324,28 +437,7 @@ def _answer(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
         0 if call.first_slot is None else call.first_slot.data_ptr(),
     )
     served.launches.issue(addresses, raw_stream(index))
-    counters["kernel"] += 1
     return out, lse
-
-
-def _by_pytorch(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """The answer in float32, on keys gathered from their pages."""
-    queries = call.q.shape[1]
-    keys = torch.arange(call.table.shape[1] * PAGE, device=call.q.device)
-    lengths = call.lengths.clamp(0, len(keys))[:, None]
-    there = keys < lengths
-    table = call.table.long().clamp(0, len(call.cache) - 1)
-    cache = call.cache[table].flatten(1, 2).float().masked_fill(~there[..., None], 0.0)
-    last = lengths[..., None] - queries + torch.arange(queries, device=keys.device)[:, None]
-    seen = (
-        there[:, None] & (keys <= last) if call.causal else there[:, None].expand(-1, queries, -1)
-    )
-    scores = torch.einsum("bqhd,bkd->bhqk", call.q.float(), cache) * call.scale
-    scores = scores.masked_fill(~seen[:, None], -math.inf)
-    lse = torch.logsumexp(scores, -1)
-    weights = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse)[..., None])
-    out = torch.einsum("bhqk,bkd->bqhd", weights, cache[..., :HEAD_DIM_V])
-    return out.to(call.q.dtype), lse if call.lse else lse.new_empty(0)
 
 
 @torch.library.custom_op("attnsweep::mla_decode", mutates_args=())  # type: ignore[untyped-decorator]

@@ -18,6 +18,7 @@ import torch
 
 from attnsweep.core.scores import Scores
 from attnsweep.family.family import Config
+from attnsweep.serve import mla
 from attnsweep.serve.paged_call import (
     DTYPES,
     PAGE_OF_DENSE,
@@ -129,8 +130,11 @@ def flash_attn_with_kvcache(
     Query i of a request with n keys sees key j if j <= n - seqlen_q + i, where it is causal. A
     query that sees no key has output 0. Returns the output, (batch, seqlen_q, heads, head_dim), or
     (output, lse) with lse (batch, heads, seqlen_q). Raises NotImplementedError for what
-    FlashAttention-3 does beside: appending k and v, rotary embeddings, qv, FP8 queries, packed
-    queries, chunks.
+    FlashAttention-3 does beside: rotary embeddings, FP8 queries, chunks, and k and v beside qv.
+
+    qv: (batch, seqlen_q, heads, head_dim_v), of one key head whose v_cache has so many columns:
+    v_cache has keys of it too, and the scores are softmax_scale * (q k + qv v). By default that is
+    of both head_dims together. With qv, scheduler_metadata is what mla_plan returned.
     """
     table = page_table if block_table is None else block_table
     given = (q, k_cache, v_cache, table, cache_seqlens, k_descale, v_descale, sinks)
@@ -161,7 +165,8 @@ def flash_attn_with_kvcache(
             "rotary_cos: rotate q and k before the call": rotary_cos is not None
             or rotary_sin is not None
             or rotary_seqlens is not None,
-            "qv": qv is not None,
+            "k and v beside qv: store them before the call": qv is not None
+            and (k is not None or v is not None),
             "cache_batch_idx: index the table or the cache": cache_batch_idx is not None,
             "cache_leftpad": cache_leftpad is not None,
             "cu_seqlens_k_new": k is not None and cu_seqlens_k_new is not None,
@@ -175,9 +180,9 @@ def flash_attn_with_kvcache(
     if block_table is not None and page_table is not None:
         raise TypeError("page_table and block_table are two names of one table: give one")
     how = (k_descale, v_descale, sinks, softmax_scale, softcap, causal, window_size)
-    packed = (None, None) if cu_seqlens_q is None else (cu_seqlens_q, max_seqlen_q)
+    packed = (cu_seqlens_q, None if cu_seqlens_q is None else max_seqlen_q)
     own = (q, k_cache, v_cache, cache_seqlens, table, *how, return_softmax_lse)
-    call = understood(*own, *packed)
+    call = understood(*own, *packed, qv)
     if k is not None or v is not None:
         if cache_seqlens is None:
             raise TypeError("k and v are appended behind cache_seqlens: give those too")
@@ -192,12 +197,15 @@ def flash_attn_with_kvcache(
 
 
 def answered(
-    call: Arguments, metadata: ScheduleMetadata | None = None, out: torch.Tensor | None = None
+    call: Arguments, metadata: Any = None, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, Any]:
-    """The output of a call, in `out` if that is given, and its log-sum-exps if it wants them."""
+    """The output of a call, in `out` if that is given, and its log-sum-exps if it wants them.
+
+    metadata: a ScheduleMetadata, or with qv an MlaPlan.
+    """
     even = even_of(call)
     if even is not None:
-        to = None if out is None or not out.is_contiguous() else out.view(even.q.shape)
+        to = None if out is None or not out.is_contiguous() else out.view(even.of_out)
         made, lse = answered(even, metadata, to)
         made, lse = made.flatten(0, 1), lse.transpose(0, 1).flatten(1) if call.lse else None
     elif is_compiling():
@@ -216,8 +224,8 @@ def even_of(call: Arguments) -> Arguments | None:
     rows, tokens = call.most_rows, len(call.q)
     if call.begins is None or not tokens or tokens != call.batch * rows:
         return None
-    q = call.q.unflatten(0, (call.batch, rows))
-    return call._replace(q=q, begins=None, most_rows=0)
+    q, qv = (x if x is None else x.unflatten(0, (call.batch, rows)) for x in (call.q, call.qv))
+    return call._replace(q=q, qv=qv, begins=None, most_rows=0)
 
 
 class _Kinds:
@@ -308,8 +316,10 @@ def explain_flash_attn_with_kvcache(*args: Any, **options: Any) -> Explanation:
     own = (a["q"], a["k_cache"], a["v_cache"], a["cache_seqlens"], table, *how)
     begins = a["cu_seqlens_q"]
     packed = (begins, None if begins is None else a["max_seqlen_q"])
-    call = understood(*own, a["causal"], a["window_size"], a["return_softmax_lse"], *packed)
-    return plan_of(even_of(call) or call).why
+    rest = (a["causal"], a["window_size"], a["return_softmax_lse"])
+    call = understood(*own, *rest, *packed, a["qv"])
+    call = even_of(call) or call
+    return plan_of(call).why if call.qv is None else mla.explained(call)
 
 
 def get_scheduler_metadata(
@@ -361,12 +371,19 @@ def _refuse(what: Mapping[str, bool]) -> None:
 
 
 def _answer(
-    call: Arguments, metadata: ScheduleMetadata | None = None, given: torch.Tensor | None = None
+    call: Arguments, metadata: Any = None, given: torch.Tensor | None = None
 ) -> tuple[Any, Any]:
     """The output and its log-sum-exps, of a call that is understood. given: the output, perhaps."""
     if call.q.is_cuda and current_device() != call.q.device.index:
         with torch.cuda.device(call.q.device):  # its context must be the current one
             return _answer(call, metadata, given)
+    if call.qv is not None:
+        made = mla.of_kernel(call, metadata)
+        if not isinstance(made, Explanation):
+            counters["kernel"] += 1
+            return made
+        counters[made.code] += 1
+        return by_others(call)
     plan = plan_of(call, metadata and config_of(metadata.config))
     q = call.q
     if plan.launches is None or not q.numel():
@@ -407,10 +424,11 @@ def _compiled(
     lse: bool,
     begins: torch.Tensor | None,
     most_rows: int,
+    qv: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     left, right = sides
     given = (q, k, v, lengths, table, k_scale, v_scale, sinks, scale, softcap, (left, right), lse)
-    out, log_sums = _answer(Arguments(*given, begins, most_rows))
+    out, log_sums = _answer(Arguments(*given, begins, most_rows, qv))
     return out.contiguous(), log_sums.contiguous() if lse else q.new_empty(0).float()
 
 
@@ -418,4 +436,4 @@ def _compiled(
 def _(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     given = Arguments(*call)
     shape = given.of_lse if given.lse else (0,)
-    return given.q.new_empty(given.q.shape), given.q.new_empty(shape, dtype=torch.float32)
+    return given.q.new_empty(given.of_out), given.q.new_empty(shape, dtype=torch.float32)
