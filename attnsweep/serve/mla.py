@@ -23,6 +23,7 @@ from attnsweep.core.masks import CAUSAL, FULL
 from attnsweep.core.problem import LOG2E, Problem
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, Family
+from attnsweep.serve.known_calls import KnownCalls
 from attnsweep.serve.paged_call import DTYPES, Arguments
 from attnsweep.serve.paged_launch import Kernel, arch_of, bound, current_device, name_of, raw_stream
 from attnsweep.serve.paged_others import by_others
@@ -38,6 +39,7 @@ _NAMES = (
     *("q", "k", "v", "o", "block_table", "seqused_k", "lse", "partial", "partial_lse"),
     *("shares", "first_slot"),
 )
+is_compiling = torch.compiler.is_compiling
 counters: Counter[str] = Counter()
 """Calls of mla_decode by what served them: `kernel`, or why another did."""
 
@@ -77,8 +79,14 @@ class _Served(NamedTuple):
 
     why: Explanation
     launches: BoundLaunches | None = None
+    device: int = 0
+    of_out: tuple[int, ...] = ()
+    of_lse: tuple[int, ...] | None = None
     partial: int = 0
     partial_lse: int = 0
+
+
+_known: KnownCalls[_Served] = KnownCalls()
 
 
 @functools.cache
@@ -178,11 +186,23 @@ def mla_decode(
     query that sees no key has output 0. Returns the output, (batch, seqlen_q, heads, 512), or
     (output, lse) with the natural log-sum-exps, float32 (batch, heads, seqlen_q).
     """
+    tensors: tuple[torch.Tensor, ...] = (q, kv_cache, block_table, cache_seqlens)
+    kind: tuple[Any, ...] = (head_dim_v, softmax_scale, causal, return_lse)
+    if type(plan) is MlaPlan:
+        tensors, kind = (*tensors, plan.shares, plan.first_slot), (*kind, plan.rows)
+    known = compiling = is_compiling()
+    if not compiling and (plan is None or len(tensors) == 6):
+        known = _known.find(kind, tensors)
+        if known is not None and (made := _launched(known, *tensors)) is not None:
+            counters["kernel"] += 1
+            return made if return_lse else made[0]
     call = _understood(q, kv_cache, block_table, cache_seqlens, head_dim_v, softmax_scale)
     call = call._replace(causal=bool(causal), lse=bool(return_lse))
     if plan is not None:
         call = _with_plan(call, plan)
-    answer = _compiled(*call) if torch.compiler.is_compiling() else _answer(call)
+    answer = _compiled(*call) if compiling else _answer(call)
+    if known is None and _in_rows(call) is call and (served := _serving(call)).launches:
+        _known.add(kind, tensors, served)
     return answer if return_lse else answer[0]
 
 
@@ -340,7 +360,11 @@ def _made(call: _Call) -> _Served:
         return _Served(_without("not_served", str(error).splitlines()[0]))
     label = f"{_family().name} {config.label}"
     why = Explanation(label, "kernel", "keys are values too", 0.0, name_of(index))
-    return _Served(why, launches, spaces.get("partial", 0), spaces.get("partial_lse", 0))
+    batch, queries, heads, _ = call.q.shape
+    of_out = (batch, queries, heads, HEAD_DIM_V)
+    of_lse = (batch, heads, queries) if call.lse else None
+    partial = spaces.get("partial", 0), spaces.get("partial_lse", 0)
+    return _Served(why, launches, index, of_out, of_lse, *partial)
 
 
 def _config(call: _Call, index: int) -> Config:
@@ -382,7 +406,7 @@ def _in_maps(call: _Call) -> dict[str, StridedTensor]:
     }
 
 
-def _answer(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
+def _answer(call: _Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The output and, if the call wants them, its log-sum-exps."""
     made = _by_kernel(call)
     if not isinstance(made, Explanation):
@@ -394,7 +418,7 @@ def _answer(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
     sides = (-1, 0 if call.causal else -1)
     how = (None, None, None, call.scale, 0.0, sides, call.lse, None, 0)
     out, lse = by_others(Arguments(q, k, v, call.lengths, call.table, *how, qv))
-    return out, lse if call.lse else q.new_empty(0, dtype=torch.float32)
+    return out, lse
 
 
 def _in_rows(call: _Call) -> _Call:
@@ -407,12 +431,10 @@ def _in_rows(call: _Call) -> _Call:
     return call
 
 
-def _by_kernel(call: _Call) -> tuple[torch.Tensor, torch.Tensor] | Explanation:
+def _by_kernel(call: _Call) -> tuple[torch.Tensor, torch.Tensor | None] | Explanation:
     """The kernel's output and, if the call wants them, log-sum-exps; or why it has none."""
     call = _in_rows(call)
-    q = call.q
-    batch, queries, heads, _ = q.shape
-    index = q.device.index or 0
+    q, index = call.q, call.q.device.index or 0
     if q.is_cuda and current_device() != index:
         with torch.cuda.device(index):  # its context must be the current one
             return _by_kernel(call)
@@ -421,22 +443,38 @@ def _by_kernel(call: _Call) -> tuple[torch.Tensor, torch.Tensor] | Explanation:
         return served.why
     if not q.numel():
         return _without("empty", "q is empty")
-    if (q.data_ptr() | call.cache.data_ptr()) & 15:
-        return _without("layout", "q or the cache does not begin at a multiple of 16 bytes")
-    out = q.new_empty((batch, queries, heads, HEAD_DIM_V))
-    lse = q.new_empty((batch, heads, queries) if call.lse else 0, dtype=torch.float32)
+    own = (call.q, call.cache, call.table, call.lengths, call.shares, call.first_slot)
+    made = _launched(served, *own)
+    why = "q or the cache does not begin at a multiple of 16 bytes"
+    return _without("layout", why) if made is None else made
+
+
+def _launched(
+    served: _Served,
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    shares: torch.Tensor | None = None,
+    first_slot: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """The answer of launches to a call of their kind; None if they cannot give it this time."""
+    at_q, at_k, index = q.data_ptr(), cache.data_ptr(), served.device
+    if (at_q | at_k) & 15 or current_device() != index:
+        return None
+    out = q.new_empty(served.of_out)
+    lse = None if served.of_lse is None else q.new_empty(served.of_lse, dtype=torch.float32)
     partial = sums = 0
     if served.partial:
         space = q.new_empty(served.partial + served.partial_lse, dtype=torch.uint8)
         partial, sums = space.data_ptr(), space.data_ptr() + served.partial
-    k = call.cache.data_ptr()
     addresses = (
-        *(q.data_ptr(), k, k, out.data_ptr(), call.table.data_ptr(), call.lengths.data_ptr()),
-        *(lse.data_ptr(), partial, sums),
-        0 if call.shares is None else call.shares.data_ptr(),
-        0 if call.first_slot is None else call.first_slot.data_ptr(),
+        *(at_q, at_k, at_k, out.data_ptr(), table.data_ptr(), lengths.data_ptr()),
+        *(0 if lse is None else lse.data_ptr(), partial, sums),
+        0 if shares is None else shares.data_ptr(),
+        0 if first_slot is None else first_slot.data_ptr(),
     )
-    served.launches.issue(addresses, raw_stream(index))
+    served.launches.issue(addresses, raw_stream(index))  # type: ignore[union-attr]
     return out, lse
 
 
@@ -453,7 +491,7 @@ def _compiled(
     first_slot: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, sums = _answer(_Call(q, cache, table, lengths, scale, causal, lse, shares, first_slot))
-    return out.contiguous(), sums.contiguous()
+    return out.contiguous(), q.new_empty(0).float() if sums is None else sums.contiguous()
 
 
 @_compiled.register_fake  # type: ignore[untyped-decorator]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ import torch
 from attnsweep.core.scores import Scores
 from attnsweep.family.family import Config
 from attnsweep.serve import mla
+from attnsweep.serve.known_calls import KnownCalls
 from attnsweep.serve.paged_call import (
     DTYPES,
     PAGE_OF_DENSE,
@@ -44,33 +45,25 @@ from attnsweep.serve.paged_plans import (
 from attnsweep.serve.paged_store import with_new_keys
 from attnsweep.serve.runtime.dispatch import Explanation
 
-# Kinds of calls that are looked through, the newest first: one for each kind of layer of a model.
-_MOST_KNOWN = 16
 _FIVE = (True,) * 5 + (False,) * 3  # a call without scales and sinks
 _empty_like, _CONTIGUOUS = torch.empty_like, torch.contiguous_format
 is_compiling = torch.compiler.is_compiling
-# What torch.compile asks whether it may take its code again: it compares all facts of many tensors
-# in one call. In Python that took a third of a call's time.
-_Guard = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 
 counters: Counter[str] = Counter()
 """Calls by what served them: `kernel`, or why another did."""
 
 
 class Known(NamedTuple):
-    """A kind of call that a kernel serves: what tells it, its plan, and what tensors do not give.
+    """Of a kind of call that a kernel serves, its plan, and what tensors do not give."""
 
-    kind: its numbers, and which tensors it has. are_alike: whether tensors are as those that it was
-    made of, in shape, strides, dtype and device.
-    """
-
-    kind: tuple[Any, ...]
-    are_alike: Callable[..., bool]
     plan: Plan
     table: torch.Tensor | None
     of_lse: tuple[int, ...] | None
     device: int
     in_order: bool  # q, so that its strides are those of the output
+
+
+known_calls: KnownCalls[Known] = KnownCalls()
 
 
 class ScheduleMetadata(NamedTuple):
@@ -153,7 +146,7 @@ def flash_attn_with_kvcache(
             tensors = tuple(each for each in given if each is not None)
         of_run = None if scheduler_metadata is None else scheduler_metadata.config
         kind = (softmax_scale, causal, window_size, softcap, return_softmax_lse, of_run, which)
-        known = known_kind(kind, tensors)
+        known = known_calls.find(kind, tensors)
         if known is not None:
             runs = None if scheduler_metadata is None else scheduler_metadata.runs
             answer = again(known, given, runs)
@@ -228,23 +221,6 @@ def even_of(call: Arguments) -> Arguments | None:
     return call._replace(q=q, qv=qv, begins=None, most_rows=0)
 
 
-class _Kinds:
-    """Known kinds, the newest first; a tuple, which threads may replace."""
-
-    kinds: tuple[Known, ...] = ()
-
-
-_known = _Kinds()
-
-
-def known_kind(kind: tuple[Any, ...], tensors: tuple[Any, ...]) -> Known | None:
-    """What is known of calls of this kind with such tensors."""
-    for known in _known.kinds:
-        if known.kind == kind and known.are_alike(*tensors):
-            return known
-    return None
-
-
 def remember(
     kind: tuple[Any, ...], call: Arguments, given: tuple[Any, ...], plan: Plan, *more: Any
 ) -> None:
@@ -256,15 +232,13 @@ def remember(
     as_given = lengths is call.lengths and sinks is call.sinks
     both = call.k_scale is None or not (k_scale is None or v_scale is None)
     served = plan.launches is not None and call.q.numel() > 0
-    if _Guard is None or not (served and as_given and both):
+    if not (served and as_given and both):
         return
-    tensors = [each for each in (*given, *more) if each is not None]
-    guard = _Guard(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    tensors = tuple(each for each in (*given, *more) if each is not None)
     of_lse = call.of_lse if call.lse else None
     own, index = call.table if table is None else None, call.q.device.index or 0
     in_order = call.q.stride() == torch.empty(call.q.shape, device="meta").stride()
-    made = Known(kind, guard.check, plan, own, of_lse, index, in_order)
-    _known.kinds = (made, *_known.kinds[: _MOST_KNOWN - 1])
+    known_calls.add(kind, tensors, Known(plan, own, of_lse, index, in_order))
 
 
 def again(

@@ -16,7 +16,7 @@ from attnsweep.serve.paged_attention import (
     answered,
     even_of,
     is_compiling,
-    known_kind,
+    known_calls,
     remember,
 )
 from attnsweep.serve.paged_call import FP8, UNMASKED, check_values, understood
@@ -76,7 +76,7 @@ def flash_attn_varlen_func(
         tensors = tuple(each for each in tensors if each is not None)
         rest = (softcap, return_softmax_lse, which)
         kind = ("packed", max_seqlen_q, softmax_scale, causal, window_size, *rest)
-        if cu_seqlens_q is not None and (known := known_kind(kind, tensors)) is not None:
+        if cu_seqlens_q is not None and (known := known_calls.find(kind, tensors)) is not None:
             answer = again(known, given, None, out, cu_seqlens_q.data_ptr())
             if answer is not None:
                 return answer

@@ -159,11 +159,105 @@ WRONG = [
 ]
 
 
+@pytest.fixture
+def card(monkeypatch):
+    """Launches that are noted, of a card that CPU tensors seem to be on."""
+
+    class Launches(list):
+        def issue(self, addresses, stream):
+            self.append(dict(zip(mla._NAMES, addresses, strict=True)))
+
+    made = Launches()
+    monkeypatch.setattr(mla, "arch_of", lambda _: ARCHS["sm_90a"])
+    monkeypatch.setattr(mla, "name_of", lambda _: "H200")
+    monkeypatch.setattr(mla, "bound", lambda *_: made)
+    monkeypatch.setattr(mla, "_served", {})
+    monkeypatch.setattr(mla._known, "kinds", ())
+    monkeypatch.setattr(mla, "current_device", lambda: 0)
+    monkeypatch.setattr(paged, "current_device", lambda: None)  # that of CPU tensors
+    for module in (mla, paged):
+        monkeypatch.setattr(module, "raw_stream", lambda _: 7)
+        monkeypatch.setattr(module, "counters", type(module.counters)())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    return made
+
+
 @pytest.mark.parametrize(("change", "kind", "said"), WRONG, ids=[f"{n} {said}" for n, (_, _, said) in enumerate(WRONG)])
-def test_what_the_host_sees_is_refused_in_words(change, kind, said):
-    given, options = change(arguments()[1], {"softmax_scale": PROBLEM.scale})
+def test_what_the_host_sees_is_refused_in_words(card, change, kind, said):
+    """Also where a right call went before, so that its kind is known."""
+    given, options = arguments()[1], {"softmax_scale": PROBLEM.scale}
+    attnsweep.mla_decode(*given, **options, plan=plan_of(given))
+    attnsweep.mla_decode(given[0].contiguous(), *given[1:], **options)
+    given, options = change(given, options)
     with pytest.raises(kind, match=said):
         attnsweep.mla_decode(*given, **options)
+
+
+def plan_of(given):
+    """A plan for these arguments."""
+    batch, queries, heads, _ = given[0].shape
+    return mla.MlaPlan(torch.zeros(8).int(), torch.zeros(batch + 1).int(), queries * heads)
+
+
+# ---- kinds of calls that are known ----
+@pytest.fixture
+def understood(monkeypatch):
+    """The calls that were understood."""
+    calls, real = [], mla._understood
+    monkeypatch.setattr(mla, "_understood", lambda *given: calls.append(given) or real(*given))
+    return calls
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_call_of_a_known_kind_is_not_understood_again(card, understood, planned):
+    given = arguments()[1]
+    given[0] = given[0].contiguous()
+    first, second = ([x.clone() if x is given[0] else x for x in given] for _ in range(2))
+    plans = [plan_of(given) if planned else None for _ in range(2)]
+    outs = [
+        attnsweep.mla_decode(*each, softmax_scale=PROBLEM.scale, plan=plan, return_lse=True)
+        for each, plan in zip((first, second), plans, strict=True)
+    ]
+    assert (len(understood), mla.counters) == (1, {"kernel": 2})
+    for launch, each, plan, (out, lse) in zip(card, (first, second), plans, outs, strict=True):
+        assert (launch["q"], launch["o"], launch["lse"]) == (each[0].data_ptr(), out.data_ptr(), lse.data_ptr())
+        assert launch["shares"] == (plan.shares.data_ptr() if planned else 0)
+        assert (out.shape, lse.shape) == ((4, 3, 20, 512), (4, 20, 3))
+    assert [launch["k"] for launch in card] == [given[1].data_ptr()] * 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda g, o: g.__setitem__(0, g[0][:, :2].contiguous()),
+        lambda g, o: g.__setitem__(0, torch.cat([g[0]] * 2, -1)[..., :576]),  # is copied into rows
+        lambda g, o: g.__setitem__(1, g[1].contiguous()),
+        lambda g, o: g.__setitem__(2, g[2][:, :2]),
+        lambda g, o: g.__setitem__(slice(0, 2), [x.half() for x in g[:2]]),
+        lambda g, o: o.update(softmax_scale=0.5),
+        lambda g, o: o.update(causal=False),
+        lambda g, o: o.update(return_lse=True),
+        lambda g, o: o.update(plan=plan_of(g)),
+    ],
+    ids=["queries", "rows", "cache", "table", "dtype", "scale", "causal", "lse", "plan"],
+)
+def test_a_call_of_another_kind_is_understood(card, understood, change):
+    given, options = arguments()[1], {"softmax_scale": PROBLEM.scale}
+    given[0] = given[0].contiguous()
+    attnsweep.mla_decode(*given, **options)
+    change(given, options)
+    attnsweep.mla_decode(*given, **options)
+    assert len(understood) == 2
+
+
+def test_an_address_that_the_kernel_cannot_take_is_answered_by_others(card):
+    given = arguments()[1]
+    given[0] = given[0].contiguous()
+    attnsweep.mla_decode(*given, softmax_scale=PROBLEM.scale)
+    odd = torch.empty(given[0].numel() + 4, dtype=torch.bfloat16)[4:].view_as(given[0]).copy_(given[0])
+    out = attnsweep.mla_decode(odd, *given[1:], softmax_scale=PROBLEM.scale)
+    assert (len(card), mla.counters) == (1, {"kernel": 1, "layout": 1})
+    assert torch.isfinite(out).all()
 
 
 def test_a_plan_has_rows():
@@ -206,28 +300,6 @@ def test_packed_queries_have_qv_too(counts):
     assert torch.equal(attnsweep.flash_attn_with_kvcache(q[rows], k, v, **options | how), out)
 
 
-@pytest.fixture
-def card(monkeypatch):
-    """Launches that are noted, of a card that CPU tensors seem to be on."""
-
-    class Launches(list):
-        def issue(self, addresses, stream):
-            self.append(dict(zip(mla._NAMES, addresses, strict=True)))
-
-    made = Launches()
-    monkeypatch.setattr(mla, "arch_of", lambda _: ARCHS["sm_90a"])
-    monkeypatch.setattr(mla, "name_of", lambda _: "H200")
-    monkeypatch.setattr(mla, "bound", lambda *_: made)
-    monkeypatch.setattr(mla, "_served", {})
-    monkeypatch.setattr(mla, "current_device", lambda: 0)
-    monkeypatch.setattr(paged, "current_device", lambda: None)  # that of CPU tensors
-    for module in (mla, paged):
-        monkeypatch.setattr(module, "raw_stream", lambda _: 7)
-        monkeypatch.setattr(module, "counters", type(module.counters)())
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-    return made
-
-
 def test_qv_is_served_where_the_caches_are_rows_of_one(card):
     _, given = arguments()
     tensors, options = in_parts(given, PROBLEM.scale)
@@ -249,7 +321,7 @@ def test_qv_is_served_where_the_caches_are_rows_of_one(card):
 def test_a_plan_is_given_as_scheduler_metadata(card):
     _, given = arguments()
     tensors, options = in_parts(given, PROBLEM.scale)
-    plan = mla.MlaPlan(torch.zeros(8).int(), torch.zeros(5).int(), 60)
+    plan = plan_of(given)
     attnsweep.flash_attn_with_kvcache(*tensors, **options, scheduler_metadata=plan)
     (launch,) = card
     assert (launch["shares"], launch["first_slot"]) == (plan.shares.data_ptr(), plan.first_slot.data_ptr())
