@@ -33,8 +33,8 @@ class KnownCalls(Generic[_T]):
         return None
 
     def add(self, kind: tuple[Any, ...], tensors: tuple[torch.Tensor, ...], what: _T) -> None:
-        """Note what is known of such calls."""
-        if _Guard is None:
+        """Note what is known of such calls, if nothing is."""
+        if _Guard is None or self.find(kind, tensors) is not None:
             return
         guard = _Guard(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         self.kinds = ((kind, guard.check, what), *self.kinds[: _MOST - 1])

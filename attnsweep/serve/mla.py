@@ -87,6 +87,8 @@ class _Served(NamedTuple):
 
 
 _known: KnownCalls[_Served] = KnownCalls()
+# Of calls with qv, and whether q lies behind qv in rows of one tensor.
+_known_in_parts: KnownCalls[tuple[_Served, bool]] = KnownCalls()
 
 
 @functools.cache
@@ -186,24 +188,29 @@ def mla_decode(
     query that sees no key has output 0. Returns the output, (batch, seqlen_q, heads, 512), or
     (output, lse) with the natural log-sum-exps, float32 (batch, heads, seqlen_q).
     """
-    tensors: tuple[torch.Tensor, ...] = (q, kv_cache, block_table, cache_seqlens)
-    kind: tuple[Any, ...] = (head_dim_v, softmax_scale, causal, return_lse)
-    if type(plan) is MlaPlan:
-        tensors, kind = (*tensors, plan.shares, plan.first_slot), (*kind, plan.rows)
-    known = compiling = is_compiling()
-    if not compiling and (plan is None or len(tensors) == 6):
+    given = (q, kv_cache, block_table, cache_seqlens)
+    how = (head_dim_v, softmax_scale, causal, return_lse)
+    compiling = is_compiling()
+    kind, tensors = (how, given) if plan is None else _beside(how, given, plan)
+    if not compiling:
         known = _known.find(kind, tensors)
         if known is not None and (made := _launched(known, *tensors)) is not None:
             counters["kernel"] += 1
             return made if return_lse else made[0]
-    call = _understood(q, kv_cache, block_table, cache_seqlens, head_dim_v, softmax_scale)
+    call = _understood(*given, head_dim_v, softmax_scale)
     call = call._replace(causal=bool(causal), lse=bool(return_lse))
     if plan is not None:
         call = _with_plan(call, plan)
     answer = _compiled(*call) if compiling else _answer(call)
-    if known is None and _in_rows(call) is call and (served := _serving(call)).launches:
+    if not compiling and _in_rows(call) is call and (served := _serving(call)).launches:
         _known.add(kind, tensors, served)
     return answer if return_lse else answer[0]
+
+
+def _beside(how: tuple[Any, ...], tensors: tuple[Any, ...], plan: Any) -> tuple[Any, Any]:
+    """The numbers and tensors of a call with a plan."""
+    _check_plan(plan)
+    return (*how, plan.rows), (*tensors, plan.shares, plan.first_slot)
 
 
 def of_latent(call: Arguments, plan: MlaPlan | None = None) -> _Call | Explanation:
@@ -231,7 +238,7 @@ def of_latent(call: Arguments, plan: MlaPlan | None = None) -> _Call | Explanati
     cache = _in_one_row(v[:, :, 0], k[:, :, 0])
     if cache is None or not _are_whole(cache):
         return _without("layout", "v_cache and k_cache are no rows of one tensor, side by side")
-    rows = _in_one_row(qv, q)
+    rows = _joined(qv, q)
     rows = torch.cat((qv, q), -1) if rows is None else rows
     causal = call.sides[1] == 0
     made = _Call(rows, cache, call.table, call.lengths, call.scale, causal, call.lse)
@@ -240,17 +247,60 @@ def of_latent(call: Arguments, plan: MlaPlan | None = None) -> _Call | Explanati
 
 def explained(call: Arguments) -> Explanation:
     """Which kernel serves a call with qv, or why another does; launches nothing."""
-    assert call.qv is not None
-    row = call.q.new_empty((*call.q.shape[:-1], call.q.shape[-1] + call.qv.shape[-1]))
-    qv, q = row.split((call.qv.shape[-1], call.q.shape[-1]), -1)  # nothing is copied then
-    made = of_latent(call._replace(q=q, qv=qv))
-    return made if isinstance(made, Explanation) else _serving(_in_rows(made)).why
+    made = of_latent(_uncopied(call))
+    return made if isinstance(made, Explanation) else _serving(made).why
 
 
 def of_kernel(call: Arguments, plan: MlaPlan | None) -> tuple[torch.Tensor, Any] | Explanation:
     """The kernel's answer to a call with qv, or why it has none."""
     made = of_latent(call, plan)
     return made if isinstance(made, Explanation) else _by_kernel(made)
+
+
+def remember(
+    how: tuple[Any, ...], tensors: tuple[Any, ...], call: Arguments, plan: MlaPlan | None
+) -> None:
+    """Note that calls with qv are understood, if they are alike in what `again` gets."""
+    assert call.qv is not None
+    made = of_latent(_uncopied(call), plan)
+    as_given = tensors[-2] is call.table and tensors[-1] is call.lengths
+    if as_given and not isinstance(made, Explanation) and (served := _serving(made)).launches:
+        kind, tensors = (how, tensors) if plan is None else _beside(how, tensors, plan)
+        _known_in_parts.add(kind, tensors, (served, _joined(call.qv, call.q) is not None))
+
+
+def again(how: tuple[Any, ...], tensors: tuple[Any, ...], plan: MlaPlan | None) -> Any:
+    """The answer to a call with qv of a kind that the kernel served before; None if it cannot.
+
+    how: its numbers. tensors: q, k, v, qv, the table and the lengths.
+    """
+    if plan is not None:
+        how, tensors = _beside(how, tensors, plan)
+    known = _known_in_parts.find(how, tensors)
+    if known is None:
+        return None
+    (served, joined), (q, k, v, qv, *rest) = known, tensors
+    apart = HEAD_DIM_V * 2
+    if k.data_ptr() != v.data_ptr() + apart or (joined and q.data_ptr() != qv.data_ptr() + apart):
+        return None
+    return _launched(served, qv if joined else torch.cat((qv, q), -1), v, *rest)
+
+
+def _uncopied(call: Arguments) -> Arguments:
+    """The call with q and qv in one row: in another, of any numbers, unless they lie so."""
+    q, qv = call.q, call.qv
+    assert qv is not None
+    if _joined(qv, q) is not None:
+        return call
+    columns = (qv.shape[-1], q.shape[-1])
+    qv, q = q.new_empty((*q.shape[:-1], sum(columns))).split(columns, -1)
+    return call._replace(q=q, qv=qv)
+
+
+def _joined(qv: torch.Tensor, q: torch.Tensor) -> torch.Tensor | None:
+    """Rows of qv and q, if they lie so, and those of a request one behind the other."""
+    rows = _in_one_row(qv, q)
+    return rows if rows is not None and _are_rows(rows) else None
 
 
 def _in_one_row(first: torch.Tensor, rest: torch.Tensor) -> torch.Tensor | None:
@@ -314,9 +364,13 @@ def _check_lengths(lengths: Any) -> None:
         raise ValueError(f"cache_seqlens is {tuple(lengths.shape)}: it is (batch,), contiguous")
 
 
-def _with_plan(call: _Call, plan: Any) -> _Call:
+def _check_plan(plan: Any) -> None:
     if not isinstance(plan, MlaPlan):
         raise TypeError(f"plan is what mla_plan returned, not {type(plan).__name__}")
+
+
+def _with_plan(call: _Call, plan: Any) -> _Call:
+    _check_plan(plan)
     batch, queries, heads, _ = call.q.shape
     if plan.rows != heads * queries or plan.first_slot.numel() != batch + 1:
         own = f"{plan.first_slot.numel() - 1} requests of {plan.rows} rows"
@@ -345,6 +399,8 @@ def _serving(call: _Call) -> _Served:
 
 def _made(call: _Call) -> _Served:
     """The launches of calls of this kind."""
+    if not call.q.numel():
+        return _Served(_without("empty", f"q is {tuple(call.q.shape)}"))
     if not call.q.is_cuda:
         return _Served(_without("device", f"q is on {call.q.device}"))
     page, slot, _ = call.cache.stride()
@@ -423,12 +479,15 @@ def _answer(call: _Call) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 def _in_rows(call: _Call) -> _Call:
     """The call with the rows of a request's queries one behind the other."""
-    q = call.q
+    return call if _are_rows(call.q) else call._replace(q=call.q.contiguous())
+
+
+def _are_rows(q: torch.Tensor) -> bool:
+    """Whether a tensor map can have the queries of a request as rows, one behind the other."""
     _, queries, heads, _ = q.shape
-    whole = queries == 1 or q.stride(1) == heads * HEAD_DIM
-    if q.stride(3) != 1 or (heads > 1 and q.stride(2) != HEAD_DIM) or not whole or q.stride(0) % 8:
-        call = call._replace(q=q.contiguous())
-    return call
+    of_batch, of_query, of_head, one = q.stride()
+    whole = queries == 1 or of_query == heads * HEAD_DIM
+    return bool(one == 1 and whole and (heads == 1 or of_head == HEAD_DIM) and of_batch % 8 == 0)
 
 
 def _by_kernel(call: _Call) -> tuple[torch.Tensor, torch.Tensor | None] | Explanation:
@@ -441,8 +500,6 @@ def _by_kernel(call: _Call) -> tuple[torch.Tensor, torch.Tensor | None] | Explan
     served = _serving(call)
     if served.launches is None:
         return served.why
-    if not q.numel():
-        return _without("empty", "q is empty")
     own = (call.q, call.cache, call.table, call.lengths, call.shares, call.first_slot)
     made = _launched(served, *own)
     why = "q or the cache does not begin at a multiple of 16 bytes"

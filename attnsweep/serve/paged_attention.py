@@ -99,7 +99,7 @@ def flash_attn_with_kvcache(
     attention_chunk: int = 0,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
-    scheduler_metadata: ScheduleMetadata | None = None,
+    scheduler_metadata: Any = None,
     num_splits: int = 0,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
@@ -132,13 +132,19 @@ def flash_attn_with_kvcache(
     table = page_table if block_table is None else block_table
     given = (q, k_cache, v_cache, table, cache_seqlens, k_descale, v_descale, sinks)
     plain = page_table is None or block_table is None
-    plain = (
-        plain and k is v is qv is rotary_cos is rotary_sin is rotary_seqlens is q_descale is None
-    )
+    plain = plain and k is v is rotary_cos is rotary_sin is rotary_seqlens is q_descale is None
     plain = plain and cache_batch_idx is cache_leftpad is cu_seqlens_q is cu_seqlens_k_new is None
     plain = plain and not (max_seqlen_q or attention_chunk or sm_margin or validate)
-    kind = None
-    if plain and not is_compiling():
+    plain = plain and not is_compiling()
+    kind: tuple[Any, ...] | None = None
+    in_parts = (q, k_cache, v_cache, qv, table, cache_seqlens)
+    if plain and qv is not None and k_descale is v_descale is sinks is None:
+        kind = (softmax_scale, causal, window_size, softcap, return_softmax_lse)
+        answer = mla.again(kind, in_parts, scheduler_metadata)
+        if answer is not None:
+            counters["kernel"] += 1
+            return answer if return_softmax_lse else answer[0]
+    elif plain and qv is None:
         which: tuple[bool, ...] = _FIVE
         tensors: tuple[Any, ...] = (q, k_cache, v_cache, table, cache_seqlens)
         if not (k_descale is v_descale is sinks is None) or table is None or cache_seqlens is None:
@@ -183,7 +189,9 @@ def flash_attn_with_kvcache(
     if validate:
         check_values(call)
     out, lse = answered(call, scheduler_metadata)
-    if kind is not None:
+    if kind is not None and qv is not None:
+        mla.remember(kind, in_parts, call, scheduler_metadata)
+    elif kind is not None:
         plan = plan_of(call, scheduler_metadata and config_of(scheduler_metadata.config))
         remember(kind, call, given, plan)
     return (out, lse) if return_softmax_lse else out

@@ -172,7 +172,8 @@ def card(monkeypatch):
     monkeypatch.setattr(mla, "name_of", lambda _: "H200")
     monkeypatch.setattr(mla, "bound", lambda *_: made)
     monkeypatch.setattr(mla, "_served", {})
-    monkeypatch.setattr(mla._known, "kinds", ())
+    for known in (mla._known, mla._known_in_parts):
+        monkeypatch.setattr(known, "kinds", ())
     monkeypatch.setattr(mla, "current_device", lambda: 0)
     monkeypatch.setattr(paged, "current_device", lambda: None)  # that of CPU tensors
     for module in (mla, paged):
@@ -318,6 +319,36 @@ def test_qv_is_served_where_the_caches_are_rows_of_one(card):
     assert told.kernel.startswith("flash_mla_wgmma")
 
 
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("planned", [False, True])
+def test_qv_of_a_known_kind_is_not_understood_again(card, monkeypatch, joined, planned):
+    given = arguments()[1]
+    (_, k, v), options = in_parts(given, PROBLEM.scale)
+    calls, real = [], paged.understood
+    monkeypatch.setattr(paged, "understood", lambda *own: calls.append(own) or real(*own))
+    if planned:
+        options |= {"scheduler_metadata": plan_of(given)}
+
+    def call(k, v, **changes):
+        row = given[0].contiguous()
+        q, qv = (row[..., 512:], row[..., :512]) if joined else (row[..., 512:].clone(), row[..., :512].clone())
+        out = paged.flash_attn_with_kvcache(q, k, v, **options | {"qv": qv} | changes)
+        return row, out
+
+    (_, first), (row, second) = call(k, v), call(k, v)
+    assert (len(calls), len(card), paged.counters) == (1, 2, {"kernel": 2})
+    assert (first.shape, card[1]["o"], card[1]["k"]) == ((4, 3, 20, 512), second.data_ptr(), v.data_ptr())
+    assert (card[1]["q"] == row.data_ptr()) == joined
+    assert bool(card[1]["shares"]) == planned
+    other = torch.empty(len(k) * 2 * 64 * 576, dtype=k.dtype).view(len(k), 2, 64, 1, 576)[:, 1]
+    assert other.stride() == given[1].stride()
+    call(k, other[..., :512])  # alike, but no row of k's
+    assert (len(calls), len(card), paged.counters["layout"]) == (2, 2, 1)
+    for n, changes in enumerate(({"softmax_scale": 0.5}, {"causal": False}, {"return_softmax_lse": True}), 3):
+        call(k, v, **changes)
+        assert (len(calls), len(card)) == (n, n)
+
+
 def test_a_plan_is_given_as_scheduler_metadata(card):
     _, given = arguments()
     tensors, options = in_parts(given, PROBLEM.scale)
@@ -421,3 +452,14 @@ def test_wrong_qv_is_refused_in_words(change, kind, said):
     tensors, options = change(*in_parts(arguments()[1], PROBLEM.scale))
     with pytest.raises(kind, match=said):
         attnsweep.flash_attn_with_kvcache(*tensors, **options)
+
+
+@pytest.mark.parametrize("batch", [0, 4])
+def test_no_queries(card, batch):
+    given = arguments()[1]
+    given = [given[0][:0], given[1], *(x[:0] for x in given[2:])] if not batch else given
+    assert attnsweep.mla_decode(*given, softmax_scale=0.1).shape == (batch, 3, 20, 512)
+    tensors, options = in_parts(given, 0.1)
+    for _ in range(2):
+        assert attnsweep.flash_attn_with_kvcache(*tensors, **options).shape == (batch, 3, 20, 512)
+    assert len(card) == (3 if batch else 0)
