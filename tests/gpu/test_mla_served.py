@@ -10,6 +10,8 @@ torch = pytest.importorskip("torch")
 mla = pytest.importorskip("attnsweep.serve.mla")
 paged = pytest.importorskip("attnsweep.serve.paged_attention")
 
+from deepseeks import deepseek, near_after_steps  # noqa: E402
+
 PAGE, DIM, VALUE, SCALE = 64, 576, 512, 0.0722
 LENGTHS = ((1, 0, 64, 65, 700, 4096), (4096, 3, 129, 1000, 0, 63))
 
@@ -74,6 +76,15 @@ def test_with_a_plan_and_without_and_replayed_with_other_lengths(heads, rows):
         cache.fill(lengths)
         graph.replay()
         cache.check(out)
+
+
+@pytest.mark.parametrize("form", ["mla_decode", "qv"])
+@pytest.mark.parametrize("heads", [4, 16, 128])
+def test_a_model_of_deepseeks_kind_decodes_with_absorbed_weights(heads, form):
+    counters = (mla if form == "mla_decode" else paged).counters
+    counters.clear()
+    near_after_steps(deepseek("cuda", heads), form)
+    assert [*counters] == ["kernel"], dict(counters)
 
 
 @pytest.mark.parametrize("apart", [False, True])
