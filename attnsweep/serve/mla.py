@@ -224,7 +224,7 @@ def of_latent(call: Arguments, plan: MlaPlan | None = None) -> _Call | Explanati
     if sizes != (PAGE, HEAD_DIM - HEAD_DIM_V, HEAD_DIM_V):
         what = f"pages of {sizes[0]} keys of {sizes[1]} and {sizes[2]} columns"
         own = f"{PAGE} of {HEAD_DIM - HEAD_DIM_V} and {HEAD_DIM_V}"
-        return _without("not_served", f"the kernel has not {what}, but {own}")
+        return _without("not_served", f"{what}: the kernel takes {own}")
     for what, given in (
         ("queries that are packed unevenly", call.begins is not None),
         (f"a cache of {k.dtype}", k.dtype != q.dtype),
@@ -237,7 +237,9 @@ def of_latent(call: Arguments, plan: MlaPlan | None = None) -> _Call | Explanati
             return _without("not_served", f"the kernel has no {what}")
     cache = _in_one_row(v[:, :, 0], k[:, :, 0])
     if cache is None or not _are_whole(cache):
-        return _without("layout", "v_cache and k_cache are no rows of one tensor, side by side")
+        return _without(
+            "layout", "v_cache and k_cache are no rows of one tensor: views of 512 and 64 columns"
+        )
     rows = _joined(qv, q)
     rows = torch.cat((qv, q), -1) if rows is None else rows
     causal = call.sides[1] == 0
