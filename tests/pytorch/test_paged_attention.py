@@ -204,7 +204,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(paged, "current_device", lambda: 0)
     monkeypatch.setattr(paged, "raw_stream", lambda _: 7)
     monkeypatch.setattr(plans, "is_capturing", lambda: False)
-    monkeypatch.setattr(paged._known, "kinds", ())
+    monkeypatch.setattr(paged.known_calls, "kinds", ())
     return made
 
 

@@ -58,7 +58,7 @@ def test_calls_that_pytorch_gets(tmp_path, driver):
     made = operator_of(tmp_path, driver)
     q, k, v = call()
     for given, options, code in (
-        *((call(of), {}, "head_dim") for of in (257, 260, 504, 520)),
+        *((call(of), {}, "head_dim") for of in (257, 260, 504, 520, 576)),
         ((q, k, v[..., :256]), {}, "head_dim"),
         ((q, k, v), {"is_causal": True}, "not_tuned"),
         ((q, k, v), {"attn_mask": torch.rand(128, 128) < 0.5}, "not_tuned"),
@@ -66,6 +66,7 @@ def test_calls_that_pytorch_gets(tmp_path, driver):
         ((q, k, v), {"window": (5, 0)}, "not_tuned"),
         ((q[:, :, :5], k, v), {}, "not_tuned"),
         ((q, k, v), {"scale": -1.0}, "scale"),
+        ((q, k, v), {"scale": 0.0}, "scale"),
         ((q, k, v), {"scale": float("nan")}, "scale"),
         ((q, k, v), {"scale": float("inf")}, "scale"),
         ((q, k, v.mT.contiguous().mT), {}, "layout"),
