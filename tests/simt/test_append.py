@@ -31,6 +31,14 @@ RUNS = (
     (3, "LSE=1 BLOCK_N=128 OVERLAP=0 WARPGROUPS=3", "(1,4,200x640,64) bf16 full paged(16,hnd) softcap(30)"),
     (5, "LSE=1 BLOCK_N=64 WARPGROUPS=1 SPLITS=2", "(2,16/2,20x900,64) bf16 causal paged(16) sinks"),
     (9, "LSE=1 BLOCK_N=64 SPLITS=4", "(1,14/2,9x1700,64) fp16 window(900,3) paged(8) softcap(5)"),
+    (1, "LSE=1 BLOCK_N=128", "(1,8/2,130x640,128) bf16 causal paged(1)"),
+    (2, "LSE=1 BLOCK_N=96 WARPGROUPS=3", "(1,14/2,60x640,64) fp16 window(100,3) paged(4,hnd) softcap(5) sinks"),
+    (2, "LSE=1 BLOCK_N=64 OVERLAP=0 WARPGROUPS=3", "(1,4,70x640,96) bf16 full paged(2)"),
+    (1, "LSE=1 BLOCK_N=128", "(1,8/2,130x640,128) bf16 causal paged(16,e4m3)"),
+    (2, "LSE=1 BLOCK_N=64 MAXIMA=2 NUM_STAGES=3", "(1,16/1,60x640,64) fp16 causal paged(64,hnd,e4m3) sinks"),
+    (3, "LSE=1 BLOCK_N=64 WARPGROUPS=1", "(1,4,70x640,256) bf16 window(100,3) paged(1,e4m3)"),
+    (2, "LSE=1 BLOCK_N=96 PINGPONG=1", "(1,8/2,60x640,96) fp16 full paged(3,e4m3) softcap(30)"),
+    (9, "LSE=1 BLOCK_N=64 SPLITS=4", "(1,14/2,9x1700,64) bf16 causal paged(1,e4m3) softcap(5) sinks"),
 )
 
 
@@ -47,7 +55,7 @@ def test_right_whatever_the_lengths(simulator, some, sms, words, label):
 @pytest.mark.parametrize("number", range(60))
 def test_random_config_of_random_requests_is_right(simulator, drawn_by, number):
     rng = random.Random(f"{drawn_by} append {number}")
-    page = rng.choice((8, 16, 24, 32, 48, 64, 128, 256))
+    page, stored = rng.choice((1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256)), rng.choice(("", ",e4m3"))
     group, heads_kv, queries = (
         rng.choice((1, 2, 3, 4, 5, 7, 8, 16)),
         rng.choice((1, 2)),
@@ -63,10 +71,12 @@ def test_random_config_of_random_requests_is_right(simulator, drawn_by, number):
     head_dim = rng.choice(KERNEL.head_dims)
     problem = Problem.parse(
         f"({len(lengths)},{group * heads_kv}/{heads_kv},{queries}x{max(lengths)},{head_dim}) "
-        f"{rng.choice(KERNEL.dtypes)} {mask} paged({page},{rng.choice(('nhd', 'hnd'))},{said}){scores}"
+        f"{rng.choice(KERNEL.dtypes)} {mask} paged({page},{rng.choice(('nhd', 'hnd'))}{stored},{said}){scores}"
     )
     values = {param.name: rng.choice(param.values) for param in KERNEL.params} | {"LSE": 1}
     values["BLOCK_N"] = rng.choice((64, 80, 128, 176)) if head_dim < 256 else 64
+    if stored or page % 8:
+        values["BLOCK_N"] = min(values["BLOCK_N"], 128)
     values["NUM_STAGES"] = 2 if head_dim * values["BLOCK_N"] > 64 * 128 else values["NUM_STAGES"]
     values["WARPGROUPS"] = 1 if head_dim == 256 else min(values["WARPGROUPS"], 2 if head_dim == 128 else 3)
     values["PINGPONG"] &= values["OVERLAP"] & (values["WARPGROUPS"] > 1)
