@@ -37,7 +37,7 @@ RUNS = (
     (1, "LSE=1 BLOCK_N=128", "(1,8/2,130x640,128) bf16 causal paged(16,e4m3)"),
     (2, "LSE=1 BLOCK_N=64 MAXIMA=2 NUM_STAGES=3", "(1,16/1,60x640,64) fp16 causal paged(64,hnd,e4m3) sinks"),
     (3, "LSE=1 BLOCK_N=64 WARPGROUPS=1", "(1,4,70x640,256) bf16 window(100,3) paged(1,e4m3)"),
-    (2, "LSE=1 BLOCK_N=96 PINGPONG=1", "(1,8/2,60x640,96) fp16 full paged(3,e4m3) softcap(30)"),
+    (2, "LSE=1 BLOCK_N=96 PINGPONG=1", "(1,8/2,60x640,96) fp16 full paged(2,e4m3) softcap(30)"),
     (9, "LSE=1 BLOCK_N=64 SPLITS=4", "(1,14/2,9x1700,64) bf16 causal paged(1,e4m3) softcap(5) sinks"),
 )
 
@@ -143,17 +143,25 @@ class Call:
             theirs[begin:end] = True
             want = exact[request, -count:]
             error = np.linalg.norm(values[begin:end] - want, axis=-1)
-            assert (error <= 4e-3 * np.linalg.norm(want, axis=-1)).all(), f"request {request}"
+            assert (error <= 5e-3 * np.linalg.norm(want, axis=-1)).all(), f"request {request}"
             assert error_of_lse(lse[:, begin:end], sums[request, :, -count:]) <= LSE_LIMIT
         assert (out[~theirs] == UNWRITTEN).all()
         return out, lse
 
 
 @pytest.mark.nightly(push=1)
-@pytest.mark.parametrize("words", ["LSE=1 BLOCK_N=64", "LSE=1 BLOCK_N=128 WARPGROUPS=3 MAXIMA=2"])
-def test_tokens_of_requests_lie_anywhere_and_nothing_else_is_stored(simulator, words):
+@pytest.mark.parametrize(
+    ("words", "paged"),
+    [
+        ("LSE=1 BLOCK_N=64", "16"),
+        ("LSE=1 BLOCK_N=128 WARPGROUPS=3 MAXIMA=2", "16"),
+        ("LSE=1 BLOCK_N=64", "1"),
+        ("LSE=1 BLOCK_N=128 WARPGROUPS=3", "16,e4m3"),
+    ],
+)
+def test_tokens_of_requests_lie_anywhere_and_nothing_else_is_stored(simulator, words, paged):
     """One query, none, a tile's last ones, more than a tile; no order, and NaN in between."""
-    label = "(6,8/2,80x300,64) bf16 causal paged(16,1x300+1x170+1x33+1x0+1x90+1x128)"
+    label = f"(6,8/2,80x300,64) bf16 causal paged({paged},1x300+1x170+1x33+1x0+1x90+1x128)"
     call = Call(simulator, label, words)
     begins, ends = (90, 10, 0, 60, 20, 70), (170, 11, 0, 63, 53, 85)
     first = call.assert_right(begins, ends, 175)
@@ -161,9 +169,10 @@ def test_tokens_of_requests_lie_anywhere_and_nothing_else_is_stored(simulator, w
     assert all(np.array_equal(*each, equal_nan=True) for each in zip(first, again, strict=True))
 
 
-def test_tokens_pages_and_lengths_that_cannot_be_touch_nothing_outside(simulator):
+@pytest.mark.parametrize("stored", ["", ",e4m3"])
+def test_tokens_pages_and_lengths_that_cannot_be_touch_nothing_outside(simulator, stored):
     """A simulated run ends if something outside the tensors is read or written. Pages that there are not are zeros."""
-    call = Call(simulator, "(4,4/2,40x100,64) bf16 full paged(16,4x100)", "LSE=1 BLOCK_N=64")
+    call = Call(simulator, f"(4,4/2,40x100,64) bf16 full paged(16{stored},4x100)", "LSE=1 BLOCK_N=64")
     pages, blocks = len(call.inputs["k"]), call.inputs["block_table"].shape[1]
     table, lengths = call.inputs["block_table"].copy(), np.int32([100, 2**31 - 1, -(2**31), 16 * blocks])
     table[0, 1:3] = -7, pages
@@ -173,9 +182,24 @@ def test_tokens_pages_and_lengths_that_cannot_be_touch_nothing_outside(simulator
     assert not np.isnan(from_bits(out[:40], "bf16")).any()
     assert (out[40:100] == UNWRITTEN).all()
     # Keys of zeros count; two of seven pages of the first request are such.
-    q, k = (from_bits(call.inputs[name], "bf16").astype(np.float64) for name in "qk")
+    q = from_bits(call.inputs["q"], "bf16").astype(np.float64)
+    k = from_bits(call.inputs["k"], "e4m3" if stored else "bf16").astype(np.float64)
+    if stored:
+        k *= call.inputs["k_scale"][0][:, None]
     keys = k[table[0, [0, *range(3, blocks)]]].reshape(-1, 2, 64)[: 100 - 32].swapaxes(0, 1)
     scores = q[0].reshape(2, 2, 40, 64) @ keys[:, None].swapaxes(2, 3) / 8
     sums = np.log(np.exp(scores).sum(-1) + 32).reshape(4, 40)
     # The third has the token 0 too, of no key; whose of both is stored last is not said.
     assert error_of_lse(lse[:, 1:40], sums[:, 1:]) <= LSE_LIMIT
+
+
+def test_scales_that_all_requests_share_and_one_of_zero(simulator):
+    """Strides of 0; keys that count nothing weigh alike."""
+    call = Call(simulator, "(2,4/2,40x100,64) bf16 full paged(16,e4m3,2x100)", "LSE=1 BLOCK_N=64")
+    ends = (40, 80)
+    for k_scale in (0.5, 0.0):
+        scales = {"k_scale": np.full((2, 2), k_scale, np.float32), "v_scale": np.full((2, 2), 2, np.float32)}
+        call.inputs |= scales
+        launch, made = call.stages["fwd"]
+        call.stages["fwd"] = replace(launch, args=(*launch.args[:-2], 0, 0)), made
+        call.assert_right((0, 40), ends, 80, k_scale=np.float32([k_scale]), v_scale=np.float32([2]))
