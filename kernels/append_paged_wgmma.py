@@ -43,7 +43,13 @@ kernel = Family(
     scores=("softcap", "sinks"),
     lse="LSE",
     empty_rows=True,
-    supports=(("up to 64 query heads of a key head", lambda p: p.heads <= 64 * p.heads_kv),),
+    supports=(
+        (
+            "pages of 1, 2 or 4 keys, or of a multiple of 8",
+            lambda p: p.layout.page_size in (1, 2, 4) or p.layout.page_size % 8 == 0,
+        ),
+        ("up to 64 query heads of a key head", lambda p: p.heads <= 64 * p.heads_kv),
+    ),
 )
 UNLIMITED = 2**30  # a side of a window
 STRIDES, OF_ROWS = 4, 8
