@@ -141,9 +141,10 @@ def test_wrong_numbers_on_the_device_read_nothing_outside(cache, page):
     check(step.call(), step.right()[0])
 
 
-@pytest.mark.parametrize("guesses", [0, 4])
-def test_an_engines_tokens_are_those_of_a_dense_loop(guesses):
+@pytest.mark.parametrize(("guesses", "graphed"), [(0, 0), (4, 0), (0, 90), (4, 90)])
+def test_an_engines_tokens_are_those_of_a_dense_loop(guesses, graphed):
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
-    engine, compared = served("cuda", torch.float16, guesses=guesses, **sizes)
+    engine, compared = served("cuda", torch.float16, guesses=guesses, graphed=graphed, **sizes)
     assert compared > 15
+    assert (engine.replays > 0) == (graphed > 0)
     assert "mixed" in engine.kinds
