@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 torch = pytest.importorskip("torch")
 mla = pytest.importorskip("attnsweep.serve.mla")
