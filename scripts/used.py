@@ -225,6 +225,7 @@ PAGED = {
         "flash_attn_3_fp8_ready",
     ),
     "prompts in pieces": (("append", "append_few"), "flash_attn_3_ready"),
+    "prompts in pieces, pages of one slot": (("append_fp8",), "flash_attn_3"),
 }
 """Runs of paged caches, and the baseline of each: FlashAttention-3 with its metadata ready."""
 _FEW_QUERIES, _BEYOND_L2 = 16, 2 * 60 * 2**20
