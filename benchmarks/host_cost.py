@@ -69,12 +69,43 @@ def ways_of(shape: Any) -> dict[str, Way]:
     }
 
 
+def ways_of_mla(batch: int = 128, heads: int = 16, blocks: int = 16) -> dict[str, Way]:
+    """Decoding with latent keys. Raises SystemExit if no kernel serves it.
+
+    mla_qv: in FlashAttention-3's form, of views; mla_qv_apart: of queries in two tensors.
+    """
+    made = partial(torch.zeros, dtype=torch.bfloat16, device="cuda")
+    q, kv = made(batch, 1, heads, 576), made(batch * blocks, 64, 1, 576)
+    table = torch.arange(batch * blocks, dtype=torch.int32, device="cuda").view(batch, blocks)
+    lengths = torch.full((batch,), blocks * 64, dtype=torch.int32, device="cuda")
+    plan = attnsweep.mla_plan(lengths, heads)
+    if plan is None:
+        sys.exit("no kernel serves MLA's decoding here")
+    (qv, rope), (v, k) = (x.split((512, 64), -1) for x in (q, kv))
+    of_cache: dict[str, Any] = {"cache_seqlens": lengths, "page_table": table, "softmax_scale": 0.07}
+    form = partial(attnsweep.flash_attn_with_kvcache, causal=True, scheduler_metadata=plan, **of_cache)
+    decode = partial(attnsweep.mla_decode, q, kv, table, lengths, softmax_scale=0.07)
+    return {
+        "mla_planned": Way(partial(decode, plan=plan)),
+        "mla": Way(decode),
+        "mla_qv": Way(partial(form, rope, k, v, qv=qv)),
+        "mla_qv_apart": Way(partial(form, rope.clone(), k, v, qv=qv.clone())),
+        "mla_plan": Way(lambda: attnsweep.mla_plan(lengths, heads)),
+    }
+
+
+def cases() -> Iterator[tuple[str, dict[str, Way]]]:
+    """Each shape and who is timed on it."""
+    for shape in SHAPES:
+        yield f"{shape[0]} {str(shape[1]).removeprefix('torch.')} {'causal' if shape[2] else 'full'}", ways_of(shape)
+    yield "(128, 16/1, 1x1024, 576/512) bfloat16 causal", ways_of_mla()
+
+
 def rows() -> Iterator[dict[str, Any]]:
     """For each shape and caller the median, and the 10th and 90th percentile, in microseconds."""
-    for shape in SHAPES:
-        label = f"{shape[0]} {str(shape[1]).removeprefix('torch.')} {'causal' if shape[2] else 'full'}"
+    for label, ways in cases():
         callers = {}
-        for name, us in host_us(ways_of(shape), TURNS, CALLS).items():
+        for name, us in host_us(ways, TURNS, CALLS).items():
             low, *_, high = tenths = statistics.quantiles(us, n=10)
             each = {"median_us": tenths[4], "low_us": low, "high_us": high}
             callers[name] = {key: round(value, 3) for key, value in each.items()}

@@ -4,13 +4,15 @@
 
 calls: requests that decode beside requests whose prompts are read in pieces, in one call, by
 attnsweep, by FlashAttention-3 if it is installed, and by PyTorch behind a gather, in turns; every
-output is compared. loop: continuous batching with a Llama of random weights, eager, whose attention
-is the class of docs/how-to/engine.md, by the same three.
+output is compared. loop: continuous batching with a Llama of random weights, whose attention is the
+class of docs/how-to/engine.md, by the same three: eager, and with steps that only decode in CUDA
+graphs, which a gather cannot have.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import statistics
 import sys
@@ -49,6 +51,7 @@ CALLS: dict[str, Any] = {
 }
 
 LOOPS = 4  # the first of each is not counted
+LONGEST = 1600  # tokens of a request that graphs of the loop serve
 
 
 def flash_3(**given: Any) -> Any:
@@ -119,15 +122,20 @@ def measured_loop() -> Iterator[dict[str, Any]]:
     sizes = {"hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 32000}
     model = llama("cuda", torch.bfloat16, **sizes, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
     of_guide = class_of_guide()
-    for guesses in (0, 4):
+    for guesses, graphed in itertools.product((0, 4), (False, True)):
         rates: dict[str, list[float]] = {}
         for _ in range(LOOPS):
             for provider, call in providers().items():
+                if graphed and provider == "torch_gathered":
+                    continue
                 own = type(provider, (of_guide,), {"attend": _attend(call)})
                 rng = random.Random(7)
-                engine = Engine(model, 4000, budget=2048, guesses=guesses, attention=own, most=32)
+                how = {"budget": 2048, "guesses": guesses, "most": 32, "graphed": LONGEST * graphed}
+                engine = Engine(model, 4000, attention=own, **how)
                 for cache in engine.caches:
                     cache.zero_()
+                engine.add([1] * 30, 8)
+                engine.run()  # a graph is captured before any time is taken
                 made = [
                     engine.add([rng.randrange(32000) for _ in range(rng.choice((30, 500, 1500)))], 40)
                     for _ in range(48)
@@ -139,7 +147,7 @@ def measured_loop() -> Iterator[dict[str, Any]]:
                 took = time.perf_counter() - began
                 tokens = sum(len(each.made) for each in made)
                 rates.setdefault(provider, []).append(tokens / took)
-        row = {"guesses": guesses, "steps": engine.steps, "kinds": len(engine.kinds)}
+        row = {"guesses": guesses, "graphs": graphed, "steps": engine.steps, "kinds": len(engine.kinds)}
         row["tokens_per_s"] = {each: round(statistics.median(own[1:]), 1) for each, own in rates.items()}
         yield row
 

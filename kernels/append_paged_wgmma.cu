@@ -13,18 +13,24 @@
 // WARPGROUPS times so many tokens takes the tiles of keys that they see from right to left, a
 // tile in boxes of as many slots as divide both it and a page. Nothing is loaded of pages behind a
 // request's last key or before a window: their boxes lie outside the map, which gives zeros. V of
-// the slots behind the last key is cleared in shared memory.
+// the slots behind the last key is cleared in shared memory. Pages of no multiple of 8 slots, and a
+// cache of E4M3, are copied by rows instead: see append_paged_wgmma_rows.cuh. With CACHE_E4M3, k
+// and v count times k_scale and v_scale (batch, heads_kv).
 //
 // The grid is fixed, whatever the lengths are. Blocks take tiles of queries in turn, from a counter
 // that the last one to end clears: request by request, of these head by head, and of a head the
 // last queries first, which see most. With SPLITS, up to so many blocks share a tile's keys, and
 // the last of them to end joins what all have written.
-#define PADDED 1      // V behind the last key may be NaN
-#define EMPTY_ROWS 1  // the device alone knows which rows see no key
+#ifndef CACHE_E4M3
+#define CACHE_E4M3 0
+#endif
+#define BY_ROWS (PAGE_SIZE % 8 != 0 || CACHE_E4M3)
+#define PADDED (!BY_ROWS)  // V behind the last key may be NaN; rows of none come as zeros
+#define EMPTY_ROWS 1       // the device alone knows which rows see no key
 #define BITS 0
 #include "common/hopper/consumer.cuh"
 #include "common/ptx/barrier.cuh"
-#if SPLITS > 1
+#if SPLITS > 1 || BY_ROWS
 #include "common/ptx/decode.cuh"
 #endif
 #include "common/ptx/launch.cuh"
@@ -56,14 +62,15 @@ constexpr int ROW_GROUPS = WARPGROUPS, STAGES = NUM_STAGES, COLUMNS = (HEAD_DIM 
               COLUMNS_V = COLUMNS;
 constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 128;
 static_assert(HEAD_DIM % 32 == 0, "a quad stores 32 columns at once");
-static_assert(PAGE_SIZE % 8 == 0 && BLOCK_N % 16 == 0, "8 rows are swizzled together");
+static_assert(BLOCK_N % 16 == 0, "8 rows are swizzled together");
 static_assert(!PINGPONG || (OVERLAP && WARPGROUPS > 1),
               "warpgroups take turns at overlapped tiles");
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
 constexpr int common_divisor(int a, int b) { return b == 0 ? a : common_divisor(b, a % b); }
-constexpr int BOX = common_divisor(PAGE_SIZE, BLOCK_N), BOXES = BLOCK_N / BOX;  // slots of a copy
-static_assert(BOXES <= 32, "a lane has a box");
+constexpr int BOX = BY_ROWS ? 1 : common_divisor(PAGE_SIZE, BLOCK_N),  // slots of a copy
+    BOXES = BLOCK_N / BOX, PRODUCERS = BY_ROWS ? 4 : 1;                // warps
+static_assert(BY_ROWS || BOXES <= 32, "a lane has a box");
 
 using QTile = SharedTile<element_t, 64, COLUMNS, SWIZZLE>;  // of one warpgroup
 using KTile = SharedTile<element_t, BLOCK_N, COLUMNS, SWIZZLE>;
@@ -75,7 +82,8 @@ constexpr bool SCORES_AGAIN = OVERLAP && MAXIMA == 2;
 // Requests end within a tile, and warpgroups then have no query, which pass by all tiles but one.
 constexpr bool UNSEEN_TILES = WARPGROUPS > 1,
                HALF_TILES = UNSEEN_TILES && HIDES_LATER && OVERLAP && BLOCK_N == 128;
-constexpr int START_BARRIER = 1, TURN_BARRIER = 4, CLEAR_BARRIER = 8;  // the last two of each
+constexpr int START_BARRIER = 1, PRODUCER_BARRIER = 2, TURN_BARRIER = 4,
+              CLEAR_BARRIER = 8;  // the last two of each
 using Softmax = OnlineSoftmax<MAXIMA, 0>;
 struct Tiles {
     __device__ __forceinline__ static int key(int j, int, int end) {
@@ -94,6 +102,10 @@ struct __align__(16) Work {
 #if SPLITS > 1
     int tile, part, parts;  // of the tile's keys: this one, and how many there are
 #endif
+#if BY_ROWS
+    alignas(16) int request;
+    float k_scale, v_scale;
+#endif
     __device__ __forceinline__ static Work load(unsigned from) {
         const uint4 a = load_shared_16(from), b = load_shared_16(from + 16);
         auto of = [](unsigned x) { return static_cast<int>(x); };
@@ -101,6 +113,11 @@ struct __align__(16) Work {
 #if SPLITS > 1
         const uint4 c = load_shared_16(from + 32);
         work.tile = of(c.x), work.part = of(c.y), work.parts = of(c.z);
+#endif
+#if BY_ROWS
+        const uint4 d = load_shared_16(from + (SPLITS > 1 ? 48 : 32));
+        work.request = of(d.x), work.k_scale = __uint_as_float(d.y),
+        work.v_scale = __uint_as_float(d.z);
 #endif
         return work;
     }
@@ -135,8 +152,8 @@ struct Barriers {
     __device__ __forceinline__ void init() const {
 #pragma unroll
         for (int i = 0; i < STAGES; ++i) {
-            mbarrier_init(k_full(i), 1);
-            mbarrier_init(v_full(i), 1);
+            mbarrier_init(k_full(i), PRODUCERS);
+            mbarrier_init(v_full(i), PRODUCERS);
             mbarrier_init(k_empty(i), CONSUMERS / 32);
             mbarrier_init(v_empty(i), CONSUMERS / 32);
         }
@@ -187,7 +204,7 @@ struct Call {
     }
 };
 
-// ---- the producer: a warp, of which each lane has a box of a tile of keys ----
+// ---- the producer: a warp, of which each lane has a box of a tile of keys; or four, by rows ----
 // What the device has of requests. What cannot be is taken for the nearest that can.
 struct Requests {
     const int *seqused_k, *query_begins, *query_ends, *block_table;
@@ -255,19 +272,38 @@ struct Finder {
     }
     __device__ __forceinline__ static int ends(int key) { return (key + BLOCK_N - 1) / BLOCK_N; }
 };
+#if BY_ROWS
+#include "append_paged_wgmma_rows.cuh"
+#else
 // The boxes of a tile of keys, a lane each.
-__device__ __forceinline__ void load_boxes(unsigned target, const TensorMap& map, unsigned barrier,
-                                           int key, int head_kv, int page) {
-    const int lane = threadIdx.x % 32;
-    if (lane == 0) mbarrier_expect(barrier, KTile::BYTES);
-    __syncwarp();
-    if (lane >= BOXES) return;
+struct Copies {
+    using Place = int;  // the page of a lane's box
+    const TensorMap &k, &v;
+
+    __device__ __forceinline__ static int first_key() { return threadIdx.x % 32 * BOX; }
+    __device__ __forceinline__ static Place place(int page, int) { return page; }
+    __device__ __forceinline__ static void load(unsigned target, const TensorMap& map,
+                                                unsigned barrier, int key, int head_kv, int page) {
+        const int lane = threadIdx.x % 32;
+        if (lane == 0) mbarrier_expect(barrier, KTile::BYTES);
+        __syncwarp();
+        if (lane >= BOXES) return;
 #pragma unroll
-    for (int i = 0; i < KTile::PANELS; ++i)
-        tma_load_4d(target + i * KTile::PANEL_BYTES + lane * (BOX * KTile::ROW_BYTES), map, barrier,
-                    i * KTile::PANEL, static_cast<unsigned>(key + lane * BOX) % PAGE_SIZE, head_kv,
-                    page);
-}
+        for (int i = 0; i < KTile::PANELS; ++i)
+            tma_load_4d(target + i * KTile::PANEL_BYTES + lane * (BOX * KTile::ROW_BYTES), map,
+                        barrier, i * KTile::PANEL,
+                        static_cast<unsigned>(key + lane * BOX) % PAGE_SIZE, head_kv, page);
+    }
+    __device__ __forceinline__ void load_k(unsigned to, unsigned barrier, int key, int head_kv,
+                                           int page) const {
+        load(to, k, barrier, key, head_kv, page);
+    }
+    __device__ __forceinline__ void load_v(unsigned to, unsigned barrier, int key, int head_kv,
+                                           int page) const {
+        load(to, v, barrier, key, head_kv, page);
+    }
+};
+#endif
 // A box for each warpgroup: it may have tokens behind those of the tile.
 __device__ __forceinline__ void load_queries(const TensorMap& q, const Memory& at, const Call& call,
                                              const Work& work) {
@@ -283,9 +319,9 @@ __device__ __forceinline__ void load_queries(const TensorMap& q, const Memory& a
     }
 }
 // K of a tile comes before Q of the first, and V of the tile before.
-__device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& k,
-                                           const TensorMap& v, const Memory& at, const Call& call,
-                                           const Requests& requests, int* turns, Work* told) {
+__device__ __forceinline__ void load_tiles(const TensorMap& q, Copies copies, const Memory& at,
+                                           const Call& call, const Requests& requests, int* turns,
+                                           Work* told, bool first_warp) {
     const Barriers& barriers = at.barriers;
     const int lane = threadIdx.x % 32;
     Finder finder{requests, call};
@@ -299,6 +335,21 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
     };
 #pragma unroll 1
     for (;;) {
+#if BY_ROWS
+        if (first_warp) {
+            Work work = finder.find(number / SPLITS);
+#if SPLITS > 1
+            while (!work.take_part(number)) take_next(), work = finder.find(number / SPLITS);
+#endif
+            work.request = finder.request;
+            if (CACHE_E4M3 && work.tokens > 0) copies.read_scales(work);
+            if (lane == 0) told[place.stage] = work;
+        }
+        copies.finish();
+        named_barrier_sync(PRODUCER_BARRIER, 32 * PRODUCERS);
+        const Work work = Work::load(at.told + place.stage * static_cast<unsigned>(sizeof(Work)));
+        const int request = work.request;
+#else
 #if SPLITS > 1
         Work work = finder.find(number / SPLITS);
         if (!work.take_part(number)) {
@@ -309,39 +360,46 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
         const Work work = finder.find(number);
 #endif
         if (lane == 0) told[place.stage] = work;
+        const int& request = finder.request;
+#endif
         place.next();
         if (work.tokens == 0) break;
         // Where a window begins; no page before it is loaded.
         const int begin = WINDOW ? call.visible_keys(work, 0).first : 0;
-        auto page_of = [&](int key) {
-            key += lane * BOX;
-            return key + BOX > begin ? requests.page(finder.request, key, work.length) : -1;
+        auto place_of = [&](int key) {
+            key += Copies::first_key();
+            return copies.place(key + BOX > begin ? requests.page(request, key, work.length) : -1,
+                                key);
         };
         const int tiles = work.end - work.first;
-        int key = (work.end - 1) * BLOCK_N, page = page_of(key), page_before = -1;
+        int key = (work.end - 1) * BLOCK_N;
+        Copies::Place from = place_of(key), from_before = -1;
 #pragma unroll 1
         for (int j = 0; j <= tiles; ++j, key -= BLOCK_N) {
-            int next_page = -1;
+            Copies::Place from_next = -1;
             if (j < tiles) {
                 mbarrier_wait(barriers.k_empty(k_at.stage), k_at.phase ^ 1);
-                load_boxes(at.k + k_at.stage * K_BYTES, k, barriers.k_full(k_at.stage), key,
-                           work.head_kv, page);
+                copies.load_k(at.k + k_at.stage * K_BYTES, barriers.k_full(k_at.stage), key,
+                              work.head_kv, from);
                 k_at.next();
-                if (j + 1 < tiles) next_page = page_of(key - BLOCK_N);
+                if (j + 1 < tiles) from_next = place_of(key - BLOCK_N);
             }
             if (j == 0) {
-                mbarrier_wait(barriers.q_empty(0), q_phase ^ 1), q_phase ^= 1;
-                if (lane == 0) load_queries(q, at, call, work);
+                if (first_warp) {
+                    mbarrier_wait(barriers.q_empty(0), q_phase ^ 1), q_phase ^= 1;
+                    if (lane == 0) load_queries(q, at, call, work);
+                }
             } else {
                 mbarrier_wait(barriers.v_empty(v_at.stage), v_at.phase ^ 1);
-                load_boxes(at.v + v_at.stage * V_BYTES, v, barriers.v_full(v_at.stage),
-                           key + BLOCK_N, work.head_kv, page_before);
+                copies.load_v(at.v + v_at.stage * V_BYTES, barriers.v_full(v_at.stage),
+                              key + BLOCK_N, work.head_kv, from_before);
                 v_at.next();
             }
-            page_before = page, page = next_page;
+            from_before = from, from = from_next;
         }
-        take_next();
+        if (first_warp) take_next();
     }
+    if (!first_warp) return;
     mbarrier_wait(barriers.q_empty(0), q_phase ^ 1);
     if (lane != 0) return;
 #pragma unroll
@@ -438,7 +496,11 @@ __device__ __forceinline__ void store_rows(const Consumer& self, const Work& wor
         rows.join(r, self.call.scores.sinks[head] * LOG2E / self.call.exponent(), 1.f,
                   self.call.exponent(), rows.share[r], of_sink);
 #endif
+#if CACHE_E4M3
+        const float by = rows.inverse(r) * work.v_scale;
+#else
         const float by = rows.inverse(r);
+#endif
         element_t* of_row = to.o + static_cast<long long>(work.item) * to.batch_stride +
                             static_cast<long long>(head) * to.head_stride +
                             static_cast<long long>(work.row + token) * to.row_stride +
@@ -492,6 +554,9 @@ __device__ __forceinline__ void consume(const Memory& at, const Call& whole, con
             const int last = min(work.tokens, before + tokens) - 1;
             self.group_sees = {0, last < before ? 0 : call.visible_keys(work, last).end};
             call.item.keys.count = work.length;
+#if CACHE_E4M3
+            call.factor = whole.factor * work.k_scale;
+#endif
         }
 #pragma unroll
         for (int i = 0; i < COLUMNS_V / 2; ++i) out[i] = 0.f;
@@ -509,29 +574,59 @@ __device__ __forceinline__ void consume(const Memory& at, const Call& whole, con
 // query_begins and query_ends are read with QUERIES alone, left
 // and right with WINDOW, softcap and sinks with SOFTCAP and SINKS. group: query heads of a key
 // head. seqlen_q: tokens of an item of q; all_tokens: of all. The log-sum-exp is (items, heads,
-// seqlen_q).
+// seqlen_q). By rows, k and v are addresses; pages: how many there are; page_stride is to the next
+// page, slot_stride to the next key in it; scales are read with CACHE_E4M3 alone.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    append_paged_wgmma(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
-                       const __grid_constant__ TensorMap v, element_t* o, const int* block_table,
-                       const int* seqused_k, const int* query_begins, const int* query_ends,
-                       const float* sinks, float* lse, int* turns, float4* parts, int batch,
-                       int heads_kv, int group, int seqlen_q, int all_tokens, int max_blocks,
-                       int left, int right, float factor, float softcap, int o_batch, int o_head,
-                       int o_row, int table_row) {
+    append_paged_wgmma(const __grid_constant__ TensorMap q,
+#if BY_ROWS
+                       const unsigned char* k, const unsigned char* v,
+#else
+                       const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
+#endif
+                       element_t* o, const int* block_table, const int* seqused_k,
+                       const int* query_begins, const int* query_ends, const float* sinks,
+                       float* lse, int* turns, float4* parts, int batch, int heads_kv, int group,
+                       int seqlen_q, int all_tokens, int max_blocks, int left, int right,
+                       float factor, float softcap, int o_batch, int o_head, int o_row,
+                       int table_row
+#if BY_ROWS
+                       ,
+                       const float* k_scale, const float* v_scale, int pages, int page_stride,
+                       int slot_stride, int head_stride, int scale_batch, int scale_head
+#endif
+    ) {
     extern __shared__ __align__(1024) unsigned char smem[];
     const Memory at(smem_address(smem));
     const Call call{factor, {softcap, sinks}, group, left, right};
     int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0);  // so that it is known to be uniform
     if (warp >= CONSUMERS / 32) {
         registers_decrease<PRODUCER_REGISTERS>();
-        if (warp > CONSUMERS / 32) return;
-        if (threadIdx.x % 32 == 0) at.barriers.init();
-        __syncwarp();
-        named_barrier_arrive(START_BARRIER, CONSUMERS + 32);
+        const bool first_warp = warp == CONSUMERS / 32;
+        if (!BY_ROWS && !first_warp) return;
+        if (first_warp) {
+            if (threadIdx.x % 32 == 0) at.barriers.init();
+            __syncwarp();
+            named_barrier_arrive(START_BARRIER, CONSUMERS + 32);
+        }
         const Requests requests{seqused_k, query_begins, query_ends, block_table, batch,
                                 heads_kv,  seqlen_q,     all_tokens, max_blocks,  table_row};
-        load_tiles(q, k, v, at, call, requests, turns,
-                   reinterpret_cast<Work*>(smem + (at.told - at.q)));
+#if BY_ROWS
+        constexpr long long BYTES = Copies::BYTES;
+        const Copies copies{k,
+                            v,
+                            k_scale,
+                            v_scale,
+                            pages,
+                            scale_batch,
+                            scale_head,
+                            page_stride * BYTES,
+                            slot_stride * BYTES,
+                            head_stride * BYTES};
+#else
+        const Copies copies{k, v};
+#endif
+        load_tiles(q, copies, at, call, requests, turns,
+                   reinterpret_cast<Work*>(smem + (at.told - at.q)), !BY_ROWS || first_warp);
     } else {
         registers_increase<CONSUMER_REGISTERS>();
         consume(at, call,

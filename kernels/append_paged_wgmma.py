@@ -2,6 +2,8 @@
 
 Serving engines have other strides than a problem: the maps have those of q, k and v, and the last
 STRIDES arguments of `fwd` are those of o (item, head, row) and block_table (request), in elements.
+Where keys are copied by rows, k and v have no map: then OF_ROWS more follow, the scales, the pages,
+and the strides of k and v (page, slot, head) and of the scales (request, head).
 """
 
 from math import gcd
@@ -14,8 +16,8 @@ from attnsweep.family.launch import TensorMap
 
 kernel = Family(
     "append_paged_wgmma",
-    summary="chunked prefill over a paged cache on Hopper: pages by TMA, warp-specialised wgmma, "
-    "one grid for all lengths",
+    summary="chunked prefill over a paged cache on Hopper, bf16, fp16 or E4M3: pages by TMA or by "
+    "rows, warp-specialised wgmma, one grid for all lengths",
     params=(
         Param("BLOCK_N", (64, 96, 128, 176), "keys of a tile, a multiple of 16"),
         Param("WARPGROUPS", (2, 3, 1), "consumer warpgroups of a block, 64 packed rows each"),
@@ -37,24 +39,33 @@ kernel = Family(
     head_dims=(64, 96, 128, 256),
     masks=("full", "causal", "window"),
     layouts=("paged",),
+    cache_dtypes=("e4m3",),
     scores=("softcap", "sinks"),
     lse="LSE",
     empty_rows=True,
     supports=(
-        ("pages of a multiple of 8 keys", lambda p: p.layout.page_size % 8 == 0),
+        (
+            "pages of 1, 2 or 4 keys, or of a multiple of 8",
+            lambda p: p.layout.page_size in (1, 2, 4) or p.layout.page_size % 8 == 0,
+        ),
         ("up to 64 query heads of a key head", lambda p: p.heads <= 64 * p.heads_kv),
     ),
 )
 UNLIMITED = 2**30  # a side of a window
-STRIDES = 4
-TOLD_BYTES = 3 * 32  # what the producer tells of tiles of queries
+STRIDES, OF_ROWS = 4, 8
 PARTED_TILES = 256  # of which keys may be shared: memory is held for so many
-PRODUCER_REGISTERS = 24
+# Registers of a producer thread whose keys come by TMA, and by rows.
+PRODUCER_REGISTERS = (24, 56)
 # Registers that ptxas 13 needs besides scores, P and accumulators, from compiling the whole space.
 REST = 30
 # More of them where scores are computed again: of tiles of up to 128 keys, and of larger ones. With
 # 8 for both, 8 to 96 bytes were spilled beside a window and what changes scores.
 AGAIN = (12, 40)
+
+
+def by_rows(p: Problem) -> bool:
+    """Whether keys are copied by rows: boxes are of 8 slots at least, and of 16 bits."""
+    return p.layout.page_size % 8 > 0 or bool(p.scales)
 
 
 def group(p: Problem) -> int:
@@ -85,14 +96,15 @@ def tile_bytes(rows: int, p: Problem) -> int:
 def smem_bytes(c: Config, p: Problem) -> int:
     """Bytes of Q, the rings, what the producer tells, and barriers."""
     rows = 64 * c.WARPGROUPS + 2 * c.NUM_STAGES * c.BLOCK_N
-    told = TOLD_BYTES if c.SPLITS == 1 else TOLD_BYTES * 3 // 2
+    told = 3 * 16 * (2 + (c.SPLITS > 1) + by_rows(p))
     return tile_bytes(rows, p) + told + 32 * c.NUM_STAGES + 8 * (1 + c.WARPGROUPS)
 
 
-def registers_given(c: Config, arch: Arch) -> tuple[int, int]:
+def registers_given(c: Config, p: Problem, arch: Arch) -> tuple[int, int]:
     """Registers of each thread at entry, and then of a consumer's."""
     entry = hopper.registers_at_entry(arch, 128 * (c.WARPGROUPS + 1), c.BLOCKS_PER_SM)
-    return entry, hopper.registers_of_roles(entry, c.WARPGROUPS, PRODUCER_REGISTERS)
+    producer = PRODUCER_REGISTERS[by_rows(p)]
+    return entry, hopper.registers_of_roles(entry, c.WARPGROUPS, producer)
 
 
 def registers_needed(c: Config, p: Problem) -> int:
@@ -108,6 +120,8 @@ kernel.keep_if(
      and 1 <= c.SPLITS <= 16),
     ("tiles", "a block has 1 to 3 warpgroups; a tile has 64 to 256 keys, in sixteens",
      lambda c, p, arch: c.WARPGROUPS in (1, 2, 3) and c.BLOCK_N in range(64, 257, 16)),
+    ("rows_of_warp", "by rows, a tile has at most 128 keys: each of four warps has a key a lane",
+     lambda c, p, arch: not by_rows(p) or c.BLOCK_N <= 128),
     ("warpgroups_of_sm", "an SM has 2 to 4 consumer warpgroups, so that their products overlap",
      lambda c, p, arch: 2 <= c.WARPGROUPS * c.BLOCKS_PER_SM <= 4),
     ("some_overlap", "without OVERLAP, an SM has three or more warpgroups",
@@ -115,9 +129,9 @@ kernel.keep_if(
     ("turns", "two or more warpgroups take turns, with OVERLAP",
      lambda c, p, arch: not c.PINGPONG or (c.OVERLAP and c.WARPGROUPS > 1)),
     ("registers", "scores, P and accumulators fit the registers of a thread, so nothing spills",
-     lambda c, p, arch: registers_needed(c, p) <= registers_given(c, arch)[1]
+     lambda c, p, arch: registers_needed(c, p) <= registers_given(c, p, arch)[1]
      # ptxas refuses a wgmma whose accumulators do not fit the registers at entry (C7602).
-     and max(c.BLOCK_N, p.head_dim) // 2 + 26 <= registers_given(c, arch)[0]),
+     and max(c.BLOCK_N, p.head_dim) // 2 + 26 <= registers_given(c, p, arch)[0]),
     ("blocks_fit", "the planned blocks fit the shared memory of an SM",
      lambda c, p, arch: smem_bytes(c, p) <= arch.smem_per_block
      and arch.smem_per_sm // (smem_bytes(c, p) + arch.smem_reserved_per_block) >= c.BLOCKS_PER_SM),
@@ -181,19 +195,24 @@ def fwd(c, p, arch):
     left, right = (UNLIMITED if side is None else side for side in p.mask.interval.sides)
     max_blocks = p.layout.blocks(p.seqlen_k)
     row, head = p.head_dim, p.seqlen_q * p.head_dim
+    maps, of_rows = (map_of_pages(c, p, "k"), map_of_pages(c, p, "v")), ()
+    if by_rows(p):
+        pages = p.layout.pages(p.batch, p.seqlen_k)
+        maps = "k", "v"
+        of_rows = (*(p.scales or ("lse", "lse")), pages, *p.layout.strides(p), p.heads_kv, 1)
     return Launch(
         function="append_paged_wgmma",
         grid=(min(arch.sm_count * c.BLOCKS_PER_SM, tiles_of_queries(c, p) * c.SPLITS), 1, 1),
         threads=128 * (c.WARPGROUPS + 1),
         args=(
-            *(map_of_q(p), map_of_pages(c, p, "k"), map_of_pages(c, p, "v")),
+            *(map_of_q(p), *maps),
             # The kernel does not read a pointer to what the problem does not have.
             *("o", "block_table", "seqused_k", "seqused_k", "seqused_k"),
             *("sinks" if p.scores.sinks else "lse", "lse", "turns"),
             "parts" if c.SPLITS > 1 else "lse",
             *(p.batch, p.heads_kv, group(p), p.seqlen_q, p.batch * p.seqlen_q, max_blocks),
             *(left, right, p.scale * LOG2E, float(p.scores.softcap)),
-            *(p.heads * head, head, row, max_blocks),
+            *(p.heads * head, head, row, max_blocks, *of_rows),
         ),
         smem_bytes=smem_bytes(c, p),
         defines={
@@ -201,9 +220,10 @@ def fwd(c, p, arch):
             "QUERIES": 0,
             "WINDOW": int(p.mask.kind == "window"),
             "CAUSAL": int(p.mask.kind == "causal"),
-            "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
-            "CONSUMER_REGISTERS": registers_given(c, arch)[1],
+            "PRODUCER_REGISTERS": PRODUCER_REGISTERS[by_rows(p)],
+            "CONSUMER_REGISTERS": registers_given(c, p, arch)[1],
         }
+        | ({"CACHE_E4M3": 1} if p.scales else {})
         | {kind.upper(): 1 for kind in p.scores.kinds},
         min_blocks_per_sm=c.BLOCKS_PER_SM,
     )

@@ -225,6 +225,7 @@ PAGED = {
         "flash_attn_3_fp8_ready",
     ),
     "prompts in pieces": (("append", "append_few"), "flash_attn_3_ready"),
+    "prompts in pieces, pages of one slot": (("append_fp8",), "flash_attn_3"),
 }
 """Runs of paged caches, and the baseline of each: FlashAttention-3 with its metadata ready."""
 _FEW_QUERIES, _BEYOND_L2 = 16, 2 * 60 * 2**20
@@ -284,8 +285,10 @@ def serving_table(book: Any) -> str:
         rate = row["tokens_per_s"]
         ours, theirs = rate["attnsweep"], rate["flash_attn_3"]
         what = f"{row['guesses']} guesses each" if row["guesses"] else "no guesses"
+        what += ", CUDA graphs" if row.get("graphs") else ""
         numbers = f"{ours:.0f} | {theirs:.0f} | {ours / theirs:.2f}"
-        lines.append(f"| {what} | {numbers} | {rate['torch_gathered']:.0f} |")
+        gathered = f"{rate['torch_gathered']:.0f}" if "torch_gathered" in rate else "–"
+        lines.append(f"| {what} | {numbers} | {gathered} |")
     return "\n".join(lines) + "\n"
 
 

@@ -2,7 +2,8 @@
 
 The kernel is compiled when a kind of call is first met, and lies in the cache of cubins then.
 Lengths, table and plan stay on the device, so that a call waits for nothing and may be in a CUDA
-graph whose lengths change. Where the kernel does not run, PyTorch answers behind a gather.
+graph whose lengths change. Where the kernel does not run, others answer as for any paged cache.
+FlashAttention-3's form, `flash_attn_with_kvcache(q, k_cache, v_cache, qv=...)`, is served too.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from attnsweep.core.masks import CAUSAL, FULL
 from attnsweep.core.problem import LOG2E, Problem
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, Family
-from attnsweep.serve.paged_call import DTYPES
-from attnsweep.serve.paged_launch import Kernel, arch_of, bound, current_device, raw_stream
+from attnsweep.serve.known_calls import KnownCalls
+from attnsweep.serve.paged_call import DTYPES, Arguments
+from attnsweep.serve.paged_launch import Kernel, arch_of, bound, current_device, name_of, raw_stream
+from attnsweep.serve.paged_others import by_others
+from attnsweep.serve.runtime.dispatch import Explanation
 from attnsweep.serve.runtime.driver import BoundLaunches, DriverError, StridedTensor
 
 HEAD_DIM, HEAD_DIM_V, PAGE = 576, 512, 64
@@ -35,8 +39,9 @@ _NAMES = (
     *("q", "k", "v", "o", "block_table", "seqused_k", "lse", "partial", "partial_lse"),
     *("shares", "first_slot"),
 )
+is_compiling = torch.compiler.is_compiling
 counters: Counter[str] = Counter()
-"""Calls by what served them: `kernel`, or why PyTorch did."""
+"""Calls of mla_decode by what served them: `kernel`, or why another did."""
 
 
 class MlaPlan(NamedTuple):
@@ -72,10 +77,18 @@ class _Call(NamedTuple):
 class _Served(NamedTuple):
     """Launches of calls of a kind, or why there are none; and bytes of their partial results."""
 
-    launches: BoundLaunches | None
-    why: str = "kernel"
+    why: Explanation
+    launches: BoundLaunches | None = None
+    device: int = 0
+    of_out: tuple[int, ...] = ()
+    of_lse: tuple[int, ...] | None = None
     partial: int = 0
     partial_lse: int = 0
+
+
+_known: KnownCalls[_Served] = KnownCalls()
+# Of calls with qv, and whether q lies behind qv in rows of one tensor.
+_known_in_parts: KnownCalls[tuple[_Served, bool]] = KnownCalls()
 
 
 @functools.cache
@@ -175,12 +188,140 @@ def mla_decode(
     query that sees no key has output 0. Returns the output, (batch, seqlen_q, heads, 512), or
     (output, lse) with the natural log-sum-exps, float32 (batch, heads, seqlen_q).
     """
-    call = _understood(q, kv_cache, block_table, cache_seqlens, head_dim_v, softmax_scale)
+    given = (q, kv_cache, block_table, cache_seqlens)
+    how = (head_dim_v, softmax_scale, causal, return_lse)
+    compiling = is_compiling()
+    kind, tensors = (how, given) if plan is None else _beside(how, given, plan)
+    if not compiling:
+        known = _known.find(kind, tensors)
+        if known is not None and (made := _launched(known, *tensors)) is not None:
+            counters["kernel"] += 1
+            return made if return_lse else made[0]
+    call = _understood(*given, head_dim_v, softmax_scale)
     call = call._replace(causal=bool(causal), lse=bool(return_lse))
     if plan is not None:
         call = _with_plan(call, plan)
-    answer = _compiled(*call) if torch.compiler.is_compiling() else _answer(call)
+    answer = _compiled(*call) if compiling else _answer(call)
+    if not compiling and _in_rows(call) is call and (served := _serving(call)).launches:
+        _known.add(kind, tensors, served)
     return answer if return_lse else answer[0]
+
+
+def _beside(how: tuple[Any, ...], tensors: tuple[Any, ...], plan: Any) -> tuple[Any, Any]:
+    """The numbers and tensors of a call with a plan."""
+    _check_plan(plan)
+    return (*how, plan.rows), (*tensors, plan.shares, plan.first_slot)
+
+
+def of_latent(call: Arguments, plan: MlaPlan | None = None) -> _Call | Explanation:
+    """The same call with rows of keys that are values too; or why there are no such rows.
+
+    q and qv are copied into one row each unless they lie so.
+    """
+    q, k, v, qv = call.q, call.k, call.v, call.qv
+    assert qv is not None
+    sizes = (k.shape[1], k.shape[3], v.shape[3])
+    if sizes != (PAGE, HEAD_DIM - HEAD_DIM_V, HEAD_DIM_V):
+        what = f"pages of {sizes[0]} keys of {sizes[1]} and {sizes[2]} columns"
+        own = f"{PAGE} of {HEAD_DIM - HEAD_DIM_V} and {HEAD_DIM_V}"
+        return _without("not_served", f"{what}: the kernel takes {own}")
+    for what, given in (
+        ("queries that are packed unevenly", call.begins is not None),
+        (f"a cache of {k.dtype}", k.dtype != q.dtype),
+        ("windows", call.sides not in ((-1, -1), (-1, 0))),
+        ("softcap", bool(call.softcap)),
+        ("sinks", call.sinks is not None),
+        (f"scale {call.scale}", not 0 < call.scale < math.inf),
+    ):
+        if given:
+            return _without("not_served", f"the kernel has no {what}")
+    cache = _in_one_row(v[:, :, 0], k[:, :, 0])
+    if cache is None or not _are_whole(cache):
+        return _without(
+            "layout", "v_cache and k_cache are no rows of one tensor: views of 512 and 64 columns"
+        )
+    rows = _joined(qv, q)
+    rows = torch.cat((qv, q), -1) if rows is None else rows
+    causal = call.sides[1] == 0
+    made = _Call(rows, cache, call.table, call.lengths, call.scale, causal, call.lse)
+    return made if plan is None else _with_plan(made, plan)
+
+
+def explained(call: Arguments) -> Explanation:
+    """Which kernel serves a call with qv, or why another does; launches nothing."""
+    made = of_latent(_uncopied(call))
+    return made if isinstance(made, Explanation) else _serving(made).why
+
+
+def of_kernel(call: Arguments, plan: MlaPlan | None) -> tuple[torch.Tensor, Any] | Explanation:
+    """The kernel's answer to a call with qv, or why it has none."""
+    made = of_latent(call, plan)
+    return made if isinstance(made, Explanation) else _by_kernel(made)
+
+
+def remember(
+    how: tuple[Any, ...], tensors: tuple[Any, ...], call: Arguments, plan: MlaPlan | None
+) -> None:
+    """Note that calls with qv are understood, if they are alike in what `again` gets."""
+    assert call.qv is not None
+    made = of_latent(_uncopied(call), plan)
+    as_given = tensors[-2] is call.table and tensors[-1] is call.lengths
+    if as_given and not isinstance(made, Explanation) and (served := _serving(made)).launches:
+        kind, tensors = (how, tensors) if plan is None else _beside(how, tensors, plan)
+        _known_in_parts.add(kind, tensors, (served, _joined(call.qv, call.q) is not None))
+
+
+def again(how: tuple[Any, ...], tensors: tuple[Any, ...], plan: MlaPlan | None) -> Any:
+    """The answer to a call with qv of a kind that the kernel served before; None if it cannot.
+
+    how: its numbers. tensors: q, k, v, qv, the table and the lengths.
+    """
+    if plan is not None:
+        how, tensors = _beside(how, tensors, plan)
+    known = _known_in_parts.find(how, tensors)
+    if known is None:
+        return None
+    (served, joined), (q, k, v, qv, *rest) = known, tensors
+    apart = HEAD_DIM_V * 2
+    if k.data_ptr() != v.data_ptr() + apart or (joined and q.data_ptr() != qv.data_ptr() + apart):
+        return None
+    return _launched(served, qv if joined else torch.cat((qv, q), -1), v, *rest)
+
+
+def _uncopied(call: Arguments) -> Arguments:
+    """The call with q and qv in one row: in another, of any numbers, unless they lie so."""
+    q, qv = call.q, call.qv
+    assert qv is not None
+    if _joined(qv, q) is not None:
+        return call
+    columns = (qv.shape[-1], q.shape[-1])
+    qv, q = q.new_empty((*q.shape[:-1], sum(columns))).split(columns, -1)
+    return call._replace(q=q, qv=qv)
+
+
+def _joined(qv: torch.Tensor, q: torch.Tensor) -> torch.Tensor | None:
+    """Rows of qv and q, if they lie so, and those of a request one behind the other."""
+    rows = _in_one_row(qv, q)
+    return rows if rows is not None and _are_rows(rows) else None
+
+
+def _in_one_row(first: torch.Tensor, rest: torch.Tensor) -> torch.Tensor | None:
+    """A view of rows that have the columns of both side by side, if they lie so."""
+    *outer, columns = first.shape
+    of_first, of_rest = first.stride(), rest.stride()
+    alike = all(a == b or n == 1 for n, a, b in zip(outer, of_first, of_rest, strict=False))
+    apart = rest.data_ptr() - first.data_ptr()
+    own, theirs = first.untyped_storage(), rest.untyped_storage()
+    if not alike or apart != columns * first.element_size() or own.data_ptr() != theirs.data_ptr():
+        return None
+    return first.as_strided((*outer, columns + rest.shape[-1]), of_first)
+
+
+def _are_whole(cache: torch.Tensor) -> bool:
+    """Whether the rows of a cache (pages, PAGE, HEAD_DIM) are contiguous and do not overlap."""
+    page, slot, one = cache.stride()
+    apart = len(cache) == 1 or page >= slot * (PAGE - 1) + HEAD_DIM
+    return one == 1 and slot >= HEAD_DIM and apart
 
 
 def _understood(
@@ -201,8 +342,7 @@ def _understood(
     if cache.dim() != 3 or cache.shape[1:] != (PAGE, HEAD_DIM) or not len(cache):
         what = f"(pages, {PAGE}, 1, {HEAD_DIM}): one key head, pages of {PAGE} keys"
         raise ValueError(f"kv_cache is {tuple(cache.shape)}: it is {what}")
-    page, slot, one = cache.stride()
-    if one != 1 or slot < HEAD_DIM or (len(cache) > 1 and page < slot * (PAGE - 1) + HEAD_DIM):
+    if not _are_whole(cache):
         raise ValueError(f"kv_cache has strides {cache.stride()}: rows overlap, or are not whole")
     if head_dim_v != HEAD_DIM_V:
         raise ValueError(f"head_dim_v is {HEAD_DIM_V}, not {head_dim_v}")
@@ -226,9 +366,13 @@ def _check_lengths(lengths: Any) -> None:
         raise ValueError(f"cache_seqlens is {tuple(lengths.shape)}: it is (batch,), contiguous")
 
 
-def _with_plan(call: _Call, plan: Any) -> _Call:
+def _check_plan(plan: Any) -> None:
     if not isinstance(plan, MlaPlan):
         raise TypeError(f"plan is what mla_plan returned, not {type(plan).__name__}")
+
+
+def _with_plan(call: _Call, plan: Any) -> _Call:
+    _check_plan(plan)
     batch, queries, heads, _ = call.q.shape
     if plan.rows != heads * queries or plan.first_slot.numel() != batch + 1:
         own = f"{plan.first_slot.numel() - 1} requests of {plan.rows} rows"
@@ -241,30 +385,60 @@ def _with_plan(call: _Call, plan: Any) -> _Call:
 _served: dict[tuple[Any, ...], _Served] = {}
 
 
+def _without(code: str, reason: str) -> Explanation:
+    return Explanation(None, code, reason, 0.0, None)
+
+
+def _serving(call: _Call) -> _Served:
+    """What serves calls of this kind, found now or before."""
+    served = _served.get(kind := call.kind)
+    if served is None:
+        if len(_served) >= _MOST_KINDS:
+            _served.clear()
+        served = _served[kind] = _made(call)
+    return served
+
+
 def _made(call: _Call) -> _Served:
     """The launches of calls of this kind."""
+    if not call.q.numel():
+        return _Served(_without("empty", f"q is {tuple(call.q.shape)}"))
     if not call.q.is_cuda:
-        return _Served(None, "device")
+        return _Served(_without("device", f"q is on {call.q.device}"))
     page, slot, _ = call.cache.stride()
-    if page % 8 or slot % 8:
-        return _Served(None, "layout")  # a copy has rows at multiples of 16 bytes
+    if page % 8 or slot % 8:  # a copy has rows at multiples of 16 bytes
+        what = f"the cache has strides {call.cache.stride()}: no multiples of 16 bytes"
+        return _Served(_without("layout", what))
     index = call.q.device.index or 0
     try:
-        kernels, spaces = _of_call(call, index)
+        config = _config(call, index)
+        kernels, spaces = _of_call(call, config, index)
         launches = bound(kernels, index, _NAMES, _in_maps(call))
     except (AttnsweepError, DriverError, OSError) as error:
-        return _Served(None, str(error).splitlines()[0])
-    return _Served(launches, "kernel", spaces.get("partial", 0), spaces.get("partial_lse", 0))
+        return _Served(_without("not_served", str(error).splitlines()[0]))
+    label = f"{_family().name} {config.label}"
+    why = Explanation(label, "kernel", "keys are values too", 0.0, name_of(index))
+    batch, queries, heads, _ = call.q.shape
+    of_out = (batch, queries, heads, HEAD_DIM_V)
+    of_lse = (batch, heads, queries) if call.lse else None
+    partial = spaces.get("partial", 0), spaces.get("partial_lse", 0)
+    return _Served(why, launches, index, of_out, of_lse, *partial)
 
 
-def _of_call(call: _Call, index: int) -> tuple[list[Kernel], Mapping[str, int]]:
+def _config(call: _Call, index: int) -> Config:
+    """The config of a call: without a plan, it splits requests where they leave SMs idle."""
+    batch, queries, heads, _ = call.q.shape
+    free = arch_of(index).sm_count // (batch * -(-heads * queries // 64))
+    most = min(free, call.table.shape[1])
+    splits = max(n for n in (1, 2, 4, 8, 16) if n == 1 or n <= most)
+    cut = {"SPLITS": splits, "PLAN": 0} if call.shares is None else {"SPLITS": 1, "PLAN": _PLAN}
+    return Config({**_CONFIG, **cut, "LSE": int(call.lse)})
+
+
+def _of_call(call: _Call, config: Config, index: int) -> tuple[list[Kernel], Mapping[str, int]]:
     """The kernels of a call, in order, and their workspaces. Raises an AttnsweepError."""
     batch, queries, heads, _ = call.q.shape
     blocks, rows = call.table.shape[1], heads * queries
-    free = arch_of(index).sm_count // (batch * -(-rows // 64))
-    splits = max(n for n in (1, 2, 4, 8, 16) if n == 1 or n <= min(free, blocks))
-    cut = {"SPLITS": splits, "PLAN": 0} if call.shares is None else {"SPLITS": 1, "PLAN": _PLAN}
-    config = Config({**_CONFIG, **cut, "LSE": int(call.lse)})
     problem = _problem(batch, heads, queries, blocks, DTYPES[call.q.dtype], causal=call.causal)
     kernels = _kernels(problem, config, index)
     if plan := kernels.pop("plan", None):
@@ -290,62 +464,77 @@ def _in_maps(call: _Call) -> dict[str, StridedTensor]:
     }
 
 
-def _answer(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
+def _answer(call: _Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The output and, if the call wants them, its log-sum-exps."""
-    q = call.q
-    batch, queries, heads, _ = q.shape
-    whole = queries == 1 or q.stride(1) == heads * HEAD_DIM
-    if q.stride(3) != 1 or (heads > 1 and q.stride(2) != HEAD_DIM) or not whole or q.stride(0) % 8:
-        call = call._replace(q=(q := q.contiguous()))
-    index = q.device.index or 0
+    made = _by_kernel(call)
+    if not isinstance(made, Explanation):
+        counters["kernel"] += 1
+        return made
+    counters[made.code] += 1
+    q, cache = call.q, call.cache[:, :, None]
+    (qv, q), (v, k) = (x.split((HEAD_DIM_V, HEAD_DIM - HEAD_DIM_V), -1) for x in (q, cache))
+    sides = (-1, 0 if call.causal else -1)
+    how = (None, None, None, call.scale, 0.0, sides, call.lse, None, 0)
+    out, lse = by_others(Arguments(q, k, v, call.lengths, call.table, *how, qv))
+    return out, lse
+
+
+def _in_rows(call: _Call) -> _Call:
+    """The call with the rows of a request's queries one behind the other."""
+    return call if _are_rows(call.q) else call._replace(q=call.q.contiguous())
+
+
+def _are_rows(q: torch.Tensor) -> bool:
+    """Whether a tensor map can have the queries of a request as rows, one behind the other."""
+    _, queries, heads, _ = q.shape
+    of_batch, of_query, of_head, one = q.stride()
+    whole = queries == 1 or of_query == heads * HEAD_DIM
+    return bool(one == 1 and whole and (heads == 1 or of_head == HEAD_DIM) and of_batch % 8 == 0)
+
+
+def _by_kernel(call: _Call) -> tuple[torch.Tensor, torch.Tensor | None] | Explanation:
+    """The kernel's output and, if the call wants them, log-sum-exps; or why it has none."""
+    call = _in_rows(call)
+    q, index = call.q, call.q.device.index or 0
     if q.is_cuda and current_device() != index:
         with torch.cuda.device(index):  # its context must be the current one
-            return _answer(call)
-    served = _served.get(kind := call.kind)
-    if served is None:
-        if len(_served) >= _MOST_KINDS:
-            _served.clear()
-        served = _served[kind] = _made(call)
-    given = (q.data_ptr() | call.cache.data_ptr()) & 15
-    if served.launches is None or not batch or given:
-        counters[served.why if served.launches is None else "layout"] += 1
-        return _by_pytorch(call)
-    out = q.new_empty((batch, queries, heads, HEAD_DIM_V))
-    lse = q.new_empty((batch, heads, queries) if call.lse else 0, dtype=torch.float32)
+            return _by_kernel(call)
+    served = _serving(call)
+    if served.launches is None:
+        return served.why
+    own = (call.q, call.cache, call.table, call.lengths, call.shares, call.first_slot)
+    made = _launched(served, *own)
+    why = "q or the cache does not begin at a multiple of 16 bytes"
+    return _without("layout", why) if made is None else made
+
+
+def _launched(
+    served: _Served,
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    shares: torch.Tensor | None = None,
+    first_slot: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """The answer of launches to a call of their kind; None if they cannot give it this time."""
+    at_q, at_k, index = q.data_ptr(), cache.data_ptr(), served.device
+    if (at_q | at_k) & 15 or current_device() != index:
+        return None
+    out = q.new_empty(served.of_out)
+    lse = None if served.of_lse is None else q.new_empty(served.of_lse, dtype=torch.float32)
     partial = sums = 0
     if served.partial:
         space = q.new_empty(served.partial + served.partial_lse, dtype=torch.uint8)
         partial, sums = space.data_ptr(), space.data_ptr() + served.partial
-    k = call.cache.data_ptr()
     addresses = (
-        *(q.data_ptr(), k, k, out.data_ptr(), call.table.data_ptr(), call.lengths.data_ptr()),
-        *(lse.data_ptr(), partial, sums),
-        0 if call.shares is None else call.shares.data_ptr(),
-        0 if call.first_slot is None else call.first_slot.data_ptr(),
+        *(at_q, at_k, at_k, out.data_ptr(), table.data_ptr(), lengths.data_ptr()),
+        *(0 if lse is None else lse.data_ptr(), partial, sums),
+        0 if shares is None else shares.data_ptr(),
+        0 if first_slot is None else first_slot.data_ptr(),
     )
-    served.launches.issue(addresses, raw_stream(index))
-    counters["kernel"] += 1
+    served.launches.issue(addresses, raw_stream(index))  # type: ignore[union-attr]
     return out, lse
-
-
-def _by_pytorch(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """The answer in float32, on keys gathered from their pages."""
-    queries = call.q.shape[1]
-    keys = torch.arange(call.table.shape[1] * PAGE, device=call.q.device)
-    lengths = call.lengths.clamp(0, len(keys))[:, None]
-    there = keys < lengths
-    table = call.table.long().clamp(0, len(call.cache) - 1)
-    cache = call.cache[table].flatten(1, 2).float().masked_fill(~there[..., None], 0.0)
-    last = lengths[..., None] - queries + torch.arange(queries, device=keys.device)[:, None]
-    seen = (
-        there[:, None] & (keys <= last) if call.causal else there[:, None].expand(-1, queries, -1)
-    )
-    scores = torch.einsum("bqhd,bkd->bhqk", call.q.float(), cache) * call.scale
-    scores = scores.masked_fill(~seen[:, None], -math.inf)
-    lse = torch.logsumexp(scores, -1)
-    weights = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse)[..., None])
-    out = torch.einsum("bhqk,bkd->bqhd", weights, cache[..., :HEAD_DIM_V])
-    return out.to(call.q.dtype), lse if call.lse else lse.new_empty(0)
 
 
 @torch.library.custom_op("attnsweep::mla_decode", mutates_args=())  # type: ignore[untyped-decorator]
@@ -361,7 +550,7 @@ def _compiled(
     first_slot: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, sums = _answer(_Call(q, cache, table, lengths, scale, causal, lse, shares, first_slot))
-    return out.contiguous(), sums.contiguous()
+    return out.contiguous(), q.new_empty(0).float() if sums is None else sums.contiguous()
 
 
 @_compiled.register_fake  # type: ignore[untyped-decorator]

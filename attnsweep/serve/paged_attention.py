@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from attnsweep.core.scores import Scores
 from attnsweep.family.family import Config
+from attnsweep.serve import mla
+from attnsweep.serve.known_calls import KnownCalls
 from attnsweep.serve.paged_call import (
     DTYPES,
     PAGE_OF_DENSE,
@@ -43,33 +45,25 @@ from attnsweep.serve.paged_plans import (
 from attnsweep.serve.paged_store import with_new_keys
 from attnsweep.serve.runtime.dispatch import Explanation
 
-# Kinds of calls that are looked through, the newest first: one for each kind of layer of a model.
-_MOST_KNOWN = 16
 _FIVE = (True,) * 5 + (False,) * 3  # a call without scales and sinks
 _empty_like, _CONTIGUOUS = torch.empty_like, torch.contiguous_format
 is_compiling = torch.compiler.is_compiling
-# What torch.compile asks whether it may take its code again: it compares all facts of many tensors
-# in one call. In Python that took a third of a call's time.
-_Guard = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 
 counters: Counter[str] = Counter()
 """Calls by what served them: `kernel`, or why another did."""
 
 
 class Known(NamedTuple):
-    """A kind of call that a kernel serves: what tells it, its plan, and what tensors do not give.
+    """Of a kind of call that a kernel serves, its plan, and what tensors do not give."""
 
-    kind: its numbers, and which tensors it has. are_alike: whether tensors are as those that it was
-    made of, in shape, strides, dtype and device.
-    """
-
-    kind: tuple[Any, ...]
-    are_alike: Callable[..., bool]
     plan: Plan
     table: torch.Tensor | None
     of_lse: tuple[int, ...] | None
     device: int
     in_order: bool  # q, so that its strides are those of the output
+
+
+known_calls: KnownCalls[Known] = KnownCalls()
 
 
 class ScheduleMetadata(NamedTuple):
@@ -105,7 +99,7 @@ def flash_attn_with_kvcache(
     attention_chunk: int = 0,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
-    scheduler_metadata: ScheduleMetadata | None = None,
+    scheduler_metadata: Any = None,
     num_splits: int = 0,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
@@ -129,19 +123,28 @@ def flash_attn_with_kvcache(
     Query i of a request with n keys sees key j if j <= n - seqlen_q + i, where it is causal. A
     query that sees no key has output 0. Returns the output, (batch, seqlen_q, heads, head_dim), or
     (output, lse) with lse (batch, heads, seqlen_q). Raises NotImplementedError for what
-    FlashAttention-3 does beside: appending k and v, rotary embeddings, qv, FP8 queries, packed
-    queries, chunks.
+    FlashAttention-3 does beside: rotary embeddings, FP8 queries, chunks, and k and v beside qv.
+
+    qv: (batch, seqlen_q, heads, head_dim_v), of one key head whose v_cache has so many columns:
+    v_cache has keys of it too, and the scores are softmax_scale * (q k + qv v). By default that is
+    of both head_dims together. With qv, scheduler_metadata is what mla_plan returned.
     """
     table = page_table if block_table is None else block_table
     given = (q, k_cache, v_cache, table, cache_seqlens, k_descale, v_descale, sinks)
     plain = page_table is None or block_table is None
-    plain = (
-        plain and k is v is qv is rotary_cos is rotary_sin is rotary_seqlens is q_descale is None
-    )
+    plain = plain and k is v is rotary_cos is rotary_sin is rotary_seqlens is q_descale is None
     plain = plain and cache_batch_idx is cache_leftpad is cu_seqlens_q is cu_seqlens_k_new is None
     plain = plain and not (max_seqlen_q or attention_chunk or sm_margin or validate)
-    kind = None
-    if plain and not is_compiling():
+    plain = plain and not is_compiling()
+    kind: tuple[Any, ...] | None = None
+    in_parts = (q, k_cache, v_cache, qv, table, cache_seqlens)
+    if plain and qv is not None and k_descale is v_descale is sinks is None:
+        kind = (softmax_scale, causal, window_size, softcap, return_softmax_lse)
+        answer = mla.again(kind, in_parts, scheduler_metadata)
+        if answer is not None:
+            counters["kernel"] += 1
+            return answer if return_softmax_lse else answer[0]
+    elif plain and qv is None:
         which: tuple[bool, ...] = _FIVE
         tensors: tuple[Any, ...] = (q, k_cache, v_cache, table, cache_seqlens)
         if not (k_descale is v_descale is sinks is None) or table is None or cache_seqlens is None:
@@ -149,7 +152,7 @@ def flash_attn_with_kvcache(
             tensors = tuple(each for each in given if each is not None)
         of_run = None if scheduler_metadata is None else scheduler_metadata.config
         kind = (softmax_scale, causal, window_size, softcap, return_softmax_lse, of_run, which)
-        known = known_kind(kind, tensors)
+        known = known_calls.find(kind, tensors)
         if known is not None:
             runs = None if scheduler_metadata is None else scheduler_metadata.runs
             answer = again(known, given, runs)
@@ -161,7 +164,8 @@ def flash_attn_with_kvcache(
             "rotary_cos: rotate q and k before the call": rotary_cos is not None
             or rotary_sin is not None
             or rotary_seqlens is not None,
-            "qv": qv is not None,
+            "k and v beside qv: store them before the call": qv is not None
+            and (k is not None or v is not None),
             "cache_batch_idx: index the table or the cache": cache_batch_idx is not None,
             "cache_leftpad": cache_leftpad is not None,
             "cu_seqlens_k_new": k is not None and cu_seqlens_k_new is not None,
@@ -175,9 +179,9 @@ def flash_attn_with_kvcache(
     if block_table is not None and page_table is not None:
         raise TypeError("page_table and block_table are two names of one table: give one")
     how = (k_descale, v_descale, sinks, softmax_scale, softcap, causal, window_size)
-    packed = (None, None) if cu_seqlens_q is None else (cu_seqlens_q, max_seqlen_q)
+    packed = (cu_seqlens_q, None if cu_seqlens_q is None else max_seqlen_q)
     own = (q, k_cache, v_cache, cache_seqlens, table, *how, return_softmax_lse)
-    call = understood(*own, *packed)
+    call = understood(*own, *packed, qv)
     if k is not None or v is not None:
         if cache_seqlens is None:
             raise TypeError("k and v are appended behind cache_seqlens: give those too")
@@ -185,19 +189,24 @@ def flash_attn_with_kvcache(
     if validate:
         check_values(call)
     out, lse = answered(call, scheduler_metadata)
-    if kind is not None:
+    if kind is not None and qv is not None:
+        mla.remember(kind, in_parts, call, scheduler_metadata)
+    elif kind is not None:
         plan = plan_of(call, scheduler_metadata and config_of(scheduler_metadata.config))
         remember(kind, call, given, plan)
     return (out, lse) if return_softmax_lse else out
 
 
 def answered(
-    call: Arguments, metadata: ScheduleMetadata | None = None, out: torch.Tensor | None = None
+    call: Arguments, metadata: Any = None, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, Any]:
-    """The output of a call, in `out` if that is given, and its log-sum-exps if it wants them."""
+    """The output of a call, in `out` if that is given, and its log-sum-exps if it wants them.
+
+    metadata: a ScheduleMetadata, or with qv an MlaPlan.
+    """
     even = even_of(call)
     if even is not None:
-        to = None if out is None or not out.is_contiguous() else out.view(even.q.shape)
+        to = None if out is None or not out.is_contiguous() else out.view(even.of_out)
         made, lse = answered(even, metadata, to)
         made, lse = made.flatten(0, 1), lse.transpose(0, 1).flatten(1) if call.lse else None
     elif is_compiling():
@@ -216,25 +225,8 @@ def even_of(call: Arguments) -> Arguments | None:
     rows, tokens = call.most_rows, len(call.q)
     if call.begins is None or not tokens or tokens != call.batch * rows:
         return None
-    q = call.q.unflatten(0, (call.batch, rows))
-    return call._replace(q=q, begins=None, most_rows=0)
-
-
-class _Kinds:
-    """Known kinds, the newest first; a tuple, which threads may replace."""
-
-    kinds: tuple[Known, ...] = ()
-
-
-_known = _Kinds()
-
-
-def known_kind(kind: tuple[Any, ...], tensors: tuple[Any, ...]) -> Known | None:
-    """What is known of calls of this kind with such tensors."""
-    for known in _known.kinds:
-        if known.kind == kind and known.are_alike(*tensors):
-            return known
-    return None
+    q, qv = (x if x is None else x.unflatten(0, (call.batch, rows)) for x in (call.q, call.qv))
+    return call._replace(q=q, qv=qv, begins=None, most_rows=0)
 
 
 def remember(
@@ -248,15 +240,13 @@ def remember(
     as_given = lengths is call.lengths and sinks is call.sinks
     both = call.k_scale is None or not (k_scale is None or v_scale is None)
     served = plan.launches is not None and call.q.numel() > 0
-    if _Guard is None or not (served and as_given and both):
+    if not (served and as_given and both):
         return
-    tensors = [each for each in (*given, *more) if each is not None]
-    guard = _Guard(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    tensors = tuple(each for each in (*given, *more) if each is not None)
     of_lse = call.of_lse if call.lse else None
     own, index = call.table if table is None else None, call.q.device.index or 0
     in_order = call.q.stride() == torch.empty(call.q.shape, device="meta").stride()
-    made = Known(kind, guard.check, plan, own, of_lse, index, in_order)
-    _known.kinds = (made, *_known.kinds[: _MOST_KNOWN - 1])
+    known_calls.add(kind, tensors, Known(plan, own, of_lse, index, in_order))
 
 
 def again(
@@ -308,8 +298,10 @@ def explain_flash_attn_with_kvcache(*args: Any, **options: Any) -> Explanation:
     own = (a["q"], a["k_cache"], a["v_cache"], a["cache_seqlens"], table, *how)
     begins = a["cu_seqlens_q"]
     packed = (begins, None if begins is None else a["max_seqlen_q"])
-    call = understood(*own, a["causal"], a["window_size"], a["return_softmax_lse"], *packed)
-    return plan_of(even_of(call) or call).why
+    rest = (a["causal"], a["window_size"], a["return_softmax_lse"])
+    call = understood(*own, *rest, *packed, a["qv"])
+    call = even_of(call) or call
+    return plan_of(call).why if call.qv is None else mla.explained(call)
 
 
 def get_scheduler_metadata(
@@ -361,12 +353,19 @@ def _refuse(what: Mapping[str, bool]) -> None:
 
 
 def _answer(
-    call: Arguments, metadata: ScheduleMetadata | None = None, given: torch.Tensor | None = None
+    call: Arguments, metadata: Any = None, given: torch.Tensor | None = None
 ) -> tuple[Any, Any]:
     """The output and its log-sum-exps, of a call that is understood. given: the output, perhaps."""
     if call.q.is_cuda and current_device() != call.q.device.index:
         with torch.cuda.device(call.q.device):  # its context must be the current one
             return _answer(call, metadata, given)
+    if call.qv is not None:
+        made = mla.of_kernel(call, metadata)
+        if not isinstance(made, Explanation):
+            counters["kernel"] += 1
+            return made
+        counters[made.code] += 1
+        return by_others(call)
     plan = plan_of(call, metadata and config_of(metadata.config))
     q = call.q
     if plan.launches is None or not q.numel():
@@ -407,10 +406,11 @@ def _compiled(
     lse: bool,
     begins: torch.Tensor | None,
     most_rows: int,
+    qv: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     left, right = sides
     given = (q, k, v, lengths, table, k_scale, v_scale, sinks, scale, softcap, (left, right), lse)
-    out, log_sums = _answer(Arguments(*given, begins, most_rows))
+    out, log_sums = _answer(Arguments(*given, begins, most_rows, qv))
     return out.contiguous(), log_sums.contiguous() if lse else q.new_empty(0).float()
 
 
@@ -418,4 +418,4 @@ def _compiled(
 def _(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     given = Arguments(*call)
     shape = given.of_lse if given.lse else (0,)
-    return given.q.new_empty(given.q.shape), given.q.new_empty(shape, dtype=torch.float32)
+    return given.q.new_empty(given.of_out), given.q.new_empty(shape, dtype=torch.float32)

@@ -24,7 +24,8 @@ class Arguments(NamedTuple):
     q: (batch, seqlen_q, heads, head_dim), or with `begins` (tokens, heads, head_dim): int32
     (batch + 1,), where the tokens of each request begin, of which it has at most `most_rows`.
     k, v: (pages, page_size, heads_kv, head_dim). table: int32 (batch, blocks). sides: keys before
-    and after a query's own, -1 for all of them.
+    and after a query's own, -1 for all of them. qv: as q with the columns of v, which are keys of
+    it: its products with them are added to those of q and k.
     """
 
     q: torch.Tensor
@@ -41,6 +42,7 @@ class Arguments(NamedTuple):
     lse: bool
     begins: torch.Tensor | None = None
     most_rows: int = 0
+    qv: torch.Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -51,6 +53,11 @@ class Arguments(NamedTuple):
     def rows(self) -> int:
         """Queries of a request, at most."""
         return self.q.shape[1] if self.begins is None else self.most_rows
+
+    @property
+    def of_out(self) -> tuple[int, ...]:
+        """The shape of the output."""
+        return (*self.q.shape[:-1], self.v.shape[-1])
 
     @property
     def of_lse(self) -> tuple[int, ...]:
@@ -84,12 +91,14 @@ def understood(
     lse: bool,
     begins: Any = None,
     most_rows: int | None = None,
+    qv: Any = None,
 ) -> Arguments:
     """The call that these arguments mean. Raises TypeError or ValueError."""
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+    named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    for name, tensor in (named if qv is None else named | {"qv": qv}).items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is {type(tensor).__name__}, not a tensor")
-        packed = name == "q" and begins is not None
+        packed = name in ("q", "qv") and begins is not None
         if tensor.dim() != 4 - packed:
             many = "three dimensions beside cu_seqlens_q" if packed else "four dimensions"
             raise ValueError(f"{name} is {tuple(tensor.shape)}: it has {many}")
@@ -104,7 +113,9 @@ def understood(
             f"k_cache is {k_cache.dtype} and v_cache {v_cache.dtype}: both are as q, {q.dtype}, or "
             "float8_e4m3fn"
         )
-    if k_cache.shape != v_cache.shape:
+    if qv is not None:
+        _check_latent(q, k_cache, v_cache, qv)
+    elif k_cache.shape != v_cache.shape:
         sizes = f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
         raise ValueError(f"k_cache and v_cache have the shapes {sizes}, not the same")
     *_, heads, head_dim = q.shape
@@ -151,10 +162,24 @@ def understood(
     if not softcap >= 0 or math.isinf(softcap):
         raise ValueError(f"softcap is 0 or above, and finite, not {softcap}")
     left, right = (-1 if side is None or side < 0 else int(side) for side in window)
-    by = head_dim**-0.5 if scale is None else float(scale)
+    columns += 0 if qv is None else qv.shape[-1]
+    by = columns**-0.5 if scale is None else float(scale)
     sides = (left, 0 if causal else right)
     rest = (k_scale, v_scale, sinks, by, float(softcap), sides, lse, begins, most_rows or 0)
-    return Arguments(q, k_cache, v_cache, lengths, table, *rest)
+    return Arguments(q, k_cache, v_cache, lengths, table, *rest, qv)
+
+
+def _check_latent(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: torch.Tensor) -> None:
+    """Raise TypeError or ValueError for queries of values that do not fit."""
+    if qv.dtype != q.dtype:
+        raise TypeError(f"qv is {qv.dtype}, and q {q.dtype}: they have one dtype")
+    if k.shape[:3] != v.shape[:3]:
+        sizes = f"{tuple(k.shape)} and {tuple(v.shape)}"
+        raise ValueError(f"k_cache and v_cache have the shapes {sizes}, not the same slots")
+    if k.shape[2] != 1:
+        raise ValueError(f"k_cache has {k.shape[2]} heads: beside qv it has one, of latent keys")
+    if qv.shape != (own := (*q.shape[:-1], v.shape[-1])):
+        raise ValueError(f"qv is {tuple(qv.shape)}, not {own}: q's rows with v_cache's columns")
 
 
 def _requests(q: torch.Tensor, begins: Any, most_rows: Any) -> int:

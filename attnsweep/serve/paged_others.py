@@ -24,6 +24,8 @@ def by_others(call: Arguments) -> tuple[Any, Any]:
         if call.k_scale is None:
             given = (call.q, call.k, call.v)
             how = {"cache_seqlens": call.lengths, "page_table": call.table}
+            if call.qv is not None:
+                how["qv"] = call.qv
             if call.begins is not None:
                 how |= {"cu_seqlens_q": call.begins, "max_seqlen_q": call.most_rows}
             try:
@@ -34,7 +36,7 @@ def by_others(call: Arguments) -> tuple[Any, Any]:
                 none = ~torch.isfinite(lse)
                 out = out.masked_fill(none.transpose(-1, -2)[..., None], 0.0)
                 return out, lse.masked_fill(none, -math.inf)
-    plain = not (call.lse or call.softcap or call.sinks is not None)
+    plain = not (call.lse or call.softcap) and call.sinks is call.qv is None
     by_pytorch = _by_attention if plain else by_gather
     return by_pytorch(call) if call.begins is None else _unpacked(call, by_pytorch)
 
@@ -64,9 +66,10 @@ def _unpacked(call: Arguments, by: Any) -> tuple[Any, Any]:
     counts = begins.diff()
     of_rows = begins[1:, None] - rows + torch.arange(rows, device=call.q.device)
     if not (tokens and rows and len(counts)):
-        return torch.zeros_like(call.q), call.q.new_full(call.of_lse, -math.inf).float()
-    padded = call.q[of_rows.clamp(0, tokens - 1)]
-    out, lse = by(call._replace(q=padded, begins=None))
+        return call.q.new_zeros(call.of_out), call.q.new_full(call.of_lse, -math.inf).float()
+    of_rows = of_rows.clamp(0, tokens - 1)
+    qv = None if call.qv is None else call.qv[of_rows]
+    out, lse = by(call._replace(q=call.q[of_rows], begins=None, qv=qv))
     at = torch.arange(tokens, device=call.q.device)
     request = torch.searchsorted(begins[1:].contiguous(), at, right=True).clamp(max=len(counts) - 1)
     row = (at - begins[request + 1] + rows).clamp(0, rows - 1)
@@ -114,14 +117,20 @@ def _by_attention(call: Arguments) -> tuple[Any, None]:
 def by_gather(call: Arguments) -> tuple[Any, Any]:
     """The output and log-sum-exps by PyTorch, in float32, on keys gathered from their pages."""
     q = call.q
-    batch, rows, heads, head_dim = q.shape
+    batch, rows, heads, _ = q.shape
     heads_kv = call.k.shape[2]
     seen, there = _seen(call)
     seen = seen[:, None, None]
     keys = _gathered(call, call.k, call.k_scale, there).float()
     values = _gathered(call, call.v, call.v_scale, there).float()
-    grouped = q.float().view(batch, rows, heads_kv, heads // heads_kv, head_dim)
-    scores = torch.einsum("brhgd,bkhd->bhgrk", grouped, keys)
+
+    def products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        grouped = queries.float().unflatten(2, (heads_kv, heads // heads_kv))
+        return torch.einsum("brhgd,bkhd->bhgrk", grouped, keys)
+
+    scores = products(q, keys)
+    if call.qv is not None:
+        scores = scores + products(call.qv, values)
     scores = scores * call.scale
     if call.softcap:
         scores = call.softcap * torch.tanh(scores / call.softcap)
@@ -133,4 +142,4 @@ def by_gather(call: Arguments) -> tuple[Any, Any]:
         lse = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse)[..., None])
     out = torch.einsum("bhgrk,bkhd->brhgd", weights, values)
-    return out.reshape(q.shape).to(q.dtype), lse.reshape(batch, heads, rows)
+    return out.reshape(call.of_out).to(q.dtype), lse.reshape(batch, heads, rows)

@@ -438,17 +438,19 @@ def _appending(choice: _Choice, call: Arguments, index: int) -> BoundLaunches:
     packed = call.begins is not None
     four = q.unsqueeze(0) if packed else q
     items, tokens, heads, _ = four.shape
-    tensors = {"q": StridedTensor(tuple(four.shape), four.stride())}
-    for name, cache in (("k", call.k), ("v", call.v)):
-        page, slot, head, one = cache.stride()
-        sizes = (pages, heads_kv, page_size, columns)
-        tensors[name] = StridedTensor(sizes, (page, head, slot, one))
+    page, slot, head, one = call.k.stride()
+    of_cache = StridedTensor((pages, heads_kv, page_size, columns), (page, head, slot, one))
+    tensors = {"q": StridedTensor(tuple(four.shape), four.stride()), "k": of_cache, "v": of_cache}
     window = (_UNLIMITED if side < 0 else side for side in call.sides)
     numbers = (
         *(call.batch, heads_kv, heads // heads_kv, tokens, items * tokens, call.table.shape[1]),
         *(*window, call.scale * LOG2E, call.softcap),
         *(tokens * heads * columns, columns, heads * columns, call.table.stride(0)),
     )
+    if "k" in choice.kernels["fwd"].launch.args:  # copied by rows, and not by a map
+        scales = ("lse", "lse") if call.k_scale is None else ("k_scale", "v_scale")
+        of_scales = (0, 0) if call.k_scale is None else call.k_scale.stride()
+        numbers += (*scales, pages, page, slot, head, *of_scales)
     grid = (arch_of(index).sm_count * choice.config.BLOCKS_PER_SM, 1, 1)
     kernel = _with(choice.kernels["fwd"], numbers, grid=grid)
     if packed:

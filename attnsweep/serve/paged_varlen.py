@@ -16,7 +16,7 @@ from attnsweep.serve.paged_attention import (
     answered,
     even_of,
     is_compiling,
-    known_kind,
+    known_calls,
     remember,
 )
 from attnsweep.serve.paged_call import FP8, UNMASKED, check_values, understood
@@ -44,7 +44,7 @@ def flash_attn_varlen_func(
     seqused_k: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     return_softmax_lse: bool = False,
-    q_v: Any = None,
+    q_v: torch.Tensor | None = None,
     scheduler_metadata: Any = None,
     q_descale: Any = None,
     k_descale: torch.Tensor | None = None,
@@ -64,8 +64,8 @@ def flash_attn_varlen_func(
     head. out: where the output goes. Scales count for an FP8 cache alone.
 
     The last token of a request sees all its keys. Returns the output, (tokens, heads, head_dim), or
-    (output, lse) with lse (heads, tokens). Raises NotImplementedError for dropout, alibi_slopes,
-    return_attn_probs, q_v, and FP8 queries.
+    (output, lse) with lse (heads, tokens). q_v: as `qv` of flash_attn_with_kvcache. Raises
+    NotImplementedError for dropout, alibi_slopes, return_attn_probs, and FP8 queries.
     """
     scales = (k_descale, v_descale) if k.dtype == FP8 else (None, None)
     plain = dropout_p == 0 and alibi_slopes is q_v is None and not return_attn_probs
@@ -76,7 +76,7 @@ def flash_attn_varlen_func(
         tensors = tuple(each for each in tensors if each is not None)
         rest = (softcap, return_softmax_lse, which)
         kind = ("packed", max_seqlen_q, softmax_scale, causal, window_size, *rest)
-        if cu_seqlens_q is not None and (known := known_kind(kind, tensors)) is not None:
+        if cu_seqlens_q is not None and (known := known_calls.find(kind, tensors)) is not None:
             answer = again(known, given, None, out, cu_seqlens_q.data_ptr())
             if answer is not None:
                 return answer
@@ -85,7 +85,6 @@ def flash_attn_varlen_func(
         ("dropout_p", bool(dropout_p)),
         ("alibi_slopes", alibi_slopes is not None),
         ("return_attn_probs: ask for return_softmax_lse", return_attn_probs),
-        ("q_v", q_v is not None),
         ("q_descale: queries are fp16 or bf16", q_descale is not None and q.dtype == FP8),
     ):
         if is_given:
@@ -99,10 +98,10 @@ def flash_attn_varlen_func(
         lengths = cu_seqlens_k.diff()
     how = (*scales, s_aux, softmax_scale, softcap, causal, window_size or UNMASKED)
     packed = (cu_seqlens_q, max_seqlen_q)
-    call = understood(q, k, v, lengths, block_table, *how, return_softmax_lse, *packed)
-    if out is not None and (out.shape, out.dtype, out.device) != (q.shape, q.dtype, q.device):
+    call = understood(q, k, v, lengths, block_table, *how, return_softmax_lse, *packed, q_v)
+    if out is not None and (out.shape, out.dtype, out.device) != (call.of_out, q.dtype, q.device):
         what = f"{tuple(out.shape)}, {out.dtype} on {out.device}"
-        raise ValueError(f"out is {what}, and the output as q: {tuple(q.shape)}, {q.dtype}")
+        raise ValueError(f"out is {what}, and the output {call.of_out}, {q.dtype} as q")
     if validate:
         check_values(call)
     made, lse = answered(call, None, out)

@@ -4,10 +4,13 @@ import itertools
 
 import pytest
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 torch = pytest.importorskip("torch")
 mla = pytest.importorskip("attnsweep.serve.mla")
+paged = pytest.importorskip("attnsweep.serve.paged_attention")
+
+from deepseeks import deepseek, near_after_steps  # noqa: E402
 
 PAGE, DIM, VALUE, SCALE = 64, 576, 512, 0.0722
 LENGTHS = ((1, 0, 64, 65, 700, 4096), (4096, 3, 129, 1000, 0, 63))
@@ -52,6 +55,13 @@ class Cache:
         given = (self.q, self.kv, self.table, self.lengths, VALUE)
         return mla.mla_decode(*given, softmax_scale=SCALE, plan=plan)
 
+    def in_parts(self, apart=False, **options):
+        """The arguments of FlashAttention-3's form. apart: queries in two allocations."""
+        (qv, q), (v, k) = (x.split((VALUE, DIM - VALUE), -1) for x in (self.q, self.kv))
+        q, qv = (q.clone(), qv.clone()) if apart else (q, qv)
+        of_cache = {"cache_seqlens": self.lengths, "page_table": self.table, "causal": True}
+        return (q, k, v), {"qv": qv, "softmax_scale": SCALE, **of_cache, **options}
+
 
 @pytest.mark.parametrize(("heads", "rows"), [*itertools.product((16, 64, 128), (1, 2, 4))])
 def test_with_a_plan_and_without_and_replayed_with_other_lengths(heads, rows):
@@ -66,3 +76,48 @@ def test_with_a_plan_and_without_and_replayed_with_other_lengths(heads, rows):
         cache.fill(lengths)
         graph.replay()
         cache.check(out)
+
+
+@pytest.mark.parametrize("form", ["mla_decode", "qv"])
+@pytest.mark.parametrize("heads", [4, 16, 128])
+def test_a_model_of_deepseeks_kind_decodes_with_absorbed_weights(heads, form):
+    counters = (mla if form == "mla_decode" else paged).counters
+    counters.clear()
+    near_after_steps(deepseek("cuda", heads), form)
+    assert [*counters] == ["kernel"], dict(counters)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(("heads", "rows"), [(16, 1), (16, 4), (128, 2)])
+def test_flash_attention_3s_form(heads, rows, apart):
+    """With a plan and without, compiled, and in a graph with other lengths."""
+    cache, before = Cache(heads, rows, LENGTHS[0]), paged.counters["kernel"]
+    tensors, options = cache.in_parts(apart)
+    told = paged.explain_flash_attn_with_kvcache(*tensors, **options)
+    assert (told.code, paged.counters["kernel"]) == ("kernel", before), told
+    call = paged.flash_attn_with_kvcache
+    cache.check(call(*tensors, **options))
+    plan = mla.mla_plan(cache.lengths, heads * rows)
+    planned = call(*tensors, **options, scheduler_metadata=plan)
+    assert torch.equal(planned, cache.call(plan))
+    torch._dynamo.reset()
+    cache.check(torch.compile(lambda *of: call(*of, **options) * 1.0, fullgraph=True)(*tensors))
+    assert paged.counters["kernel"] == before + 3, dict(paged.counters)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tensors, options = cache.in_parts(apart)
+        plan = mla.mla_plan(cache.lengths, heads * rows)
+        out = call(*tensors, **options, scheduler_metadata=plan)
+    for lengths in LENGTHS[::-1]:
+        cache.fill(lengths)
+        graph.replay()
+        cache.check(out)
+
+
+def test_caches_that_are_no_rows_of_one_are_answered_by_others():
+    cache = Cache(16, 2, LENGTHS[0])
+    cache.kv.nan_to_num_(0.0)  # which FlashAttention-3 may read
+    (q, k, v), options = cache.in_parts()
+    before = paged.counters["layout"]
+    cache.check(paged.flash_attn_with_kvcache(q, k.contiguous(), v.contiguous(), **options))
+    assert paged.counters["layout"] == before + 1

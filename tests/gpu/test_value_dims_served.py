@@ -1,5 +1,6 @@
 """v of another head_dim than q's, served by a package on a GPU: eager, compiled, with gradients."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,8 @@ torch = pytest.importorskip("torch")
 
 import on_card  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from deepseeks import deepseek  # noqa: E402
+from gemmas import float64, logits, skip_with_masks  # noqa: E402
 from operators import traced  # noqa: E402
 
 from attnsweep.choose.ranking import rank  # noqa: E402
@@ -49,7 +52,7 @@ def rows_of(run, shape, changes):
 
 
 @pytest.fixture(scope="module")
-def operator(tmp_path_factory):
+def package(tmp_path_factory):
     place = tmp_path_factory.mktemp("value_dims")
 
     def of_shapes(runs):
@@ -57,12 +60,22 @@ def operator(tmp_path_factory):
         trials = [row for shape, changes in SHAPES.items() for row in rows_of(run, shape, changes)]
         return [recorded.changed(run, place / "run", trials)]
 
-    with (
-        on_card.exported_package(recorded.RUNS, place, NAME, of_shapes) as package,
-        pytest.MonkeyPatch.context() as patch,
-    ):
+    with on_card.exported_package(recorded.RUNS, place, NAME, of_shapes) as module:
+        yield module
+
+
+@pytest.fixture(scope="module")
+def operator(package):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "DIVIDED_GAIN", 0.0)  # few tiles need a gain, whatever the guard is
         yield on_card.always(package, NAME)
+
+
+@pytest.fixture(scope="module")
+def enabled(package, operator):
+    """The package, whose functions call the operator."""
+    package.serve_by(operator)
+    return package
 
 
 def tensors(shape, layout):
@@ -180,3 +193,22 @@ def test_in_a_cuda_graph(operator):
     graph.replay()
     torch.cuda.synchronize()
     check(out, (q, k, v), shape)
+
+
+@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_a_model_of_deepseeks_kind(enabled, registered, how):
+    """Its logits are as near to those of float64 attention as with PyTorch's own."""
+    model = deepseek("cuda", 16, 2048)
+    ids = torch.randint(1, 128, (1, 2048), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    own, theirs = logits(float64(model), ids), logits(model, ids)
+    model.set_attn_implementation(enabled.register() if registered else "sdpa")
+    if how == "compiled" and not registered:
+        skip_with_masks(model, ids)
+    torch._dynamo.reset()
+    step = torch.compile(model) if how == "compiled" else model
+    before = enabled.counters().get("kernel", 0)
+    with nullcontext() if registered else enabled.enable():
+        ours = logits(step, ids)
+    assert (ours - own).norm() <= 1.5 * (theirs - own).norm()
+    assert enabled.counters().get("kernel", 0) == before + 2, enabled.counters()

@@ -204,7 +204,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(paged, "current_device", lambda: 0)
     monkeypatch.setattr(paged, "raw_stream", lambda _: 7)
     monkeypatch.setattr(plans, "is_capturing", lambda: False)
-    monkeypatch.setattr(paged._known, "kinds", ())
+    monkeypatch.setattr(paged.known_calls, "kinds", ())
     return made
 
 
@@ -298,6 +298,10 @@ def test_flash_attention_3_serves_where_it_was_faster(monkeypatch, ratio, instal
         ("(3,28/4,300x4000,128) bf16 causal paged(16)", "append_paged_wgmma", False),
         ("(3,28/4,300x4000,128) bf16 causal paged(16)", "append_paged_wgmma", True),
         ("(6,8/2,77x900,64) fp16 full paged(48,hnd)", "append_paged_wgmma", True),
+        ("(6,8/2,77x900,64) fp16 full paged(4,hnd)", "append_paged_wgmma", True),
+        ("(3,28/4,300x4000,128) bf16 causal paged(1)", "append_paged_wgmma", False),
+        ("(3,28/4,300x4000,128) bf16 causal paged(16,e4m3)", "append_paged_wgmma", True),
+        ("(3,16/8,300x4000,256) bf16 window(40,0) paged(64,e4m3)", "append_paged_wgmma", True),
     ],
 )
 def test_a_call_is_launched_as_its_own_problem_would_be(monkeypatch, label, family, packed):
@@ -327,7 +331,8 @@ def test_a_call_is_launched_as_its_own_problem_would_be(monkeypatch, label, fami
     args = kernels[0].launch.args
     assert len(args) == len(expected.args)
     numbers = [at for at, arg in enumerate(expected.args) if isinstance(arg, int | float)]
-    strides = {plans.DECODE: 12, plans.APPEND: 4}[family]
+    by_rows = family == plans.APPEND and "k" in args
+    strides = 12 if family == plans.DECODE else 10 if by_rows else 4
     told, right = ([a[at] for at in numbers[:-strides]] for a in (args, expected.args))
     if packed:  # one item has all tokens
         told[3] = told[4] = right[3] = right[4] = 0
@@ -337,6 +342,10 @@ def test_a_call_is_launched_as_its_own_problem_would_be(monkeypatch, label, fami
     assert kernels[0].launch.smem_bytes == expected.smem_bytes
     if family == plans.DECODE:
         assert args[-6:-2] == (*k.stride()[:3], call_.table.stride(0))
+    elif by_rows:
+        scales = (problem.scales, call_.k_scale.stride()) if problem.scales else (("lse", "lse"), (0, 0))
+        assert args[-9:] == (call_.table.stride(0), *scales[0], len(k), *k.stride()[:3], *scales[1])
+        assert [*args[1:3]] == ["k", "v"]
     else:
         assert maps["k"].sizes == tuple(next(a for a in expected.args if getattr(a, "buffer", 0) == "k").dims[::-1])
 

@@ -10,11 +10,12 @@ from engine import class_of_guide, served  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("guesses", [0, 4])
-def test_tokens_are_those_of_a_dense_loop(guesses):
-    engine, compared = served("cpu", torch.float16, guesses=guesses)
+@pytest.mark.parametrize(("guesses", "graphed"), [(0, 0), (4, 0), (0, 90), (4, 90)])
+def test_tokens_are_those_of_a_dense_loop(guesses, graphed):
+    engine, compared = served("cpu", torch.float16, guesses=guesses, graphed=graphed)
     assert compared > 20
     assert "mixed" in engine.kinds
+    assert (engine.replays > 0) == (graphed > 0)
 
 
 def test_a_cascade_is_the_whole():

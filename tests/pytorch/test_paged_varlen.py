@@ -112,7 +112,6 @@ def _with(step, q):
     [
         ({"dropout_p": 0.1}, NotImplementedError, "dropout_p"),
         ({"alibi_slopes": torch.ones(4)}, NotImplementedError, "alibi"),
-        ({"q_v": torch.ones(4)}, NotImplementedError, "q_v"),
         ({"cu_seqlens_q": None}, TypeError, "cu_seqlens_q and max_seqlen_q"),
         ({"max_seqlen_q": None}, TypeError, "cu_seqlens_q and max_seqlen_q"),
         ({"max_seqlen_q": -1}, TypeError, "the most tokens"),

@@ -69,6 +69,8 @@ CASES = {
     "pages, fp8": Case(Problem.parse("(4,8/2,1x200,64) bf16 causal paged(16,e4m3,1x200+1x65+1x17+1x100)")),
     "pages, window": Case(Problem.parse("(4,8/2,9x200,64) fp16 window(40,0) paged(16,1x200+1x65+1x17+1x100)")),
     "appended": Case(Problem.parse("(4,8/2,40x200,64) bf16 causal paged(16,1x200+1x65+1x17+1x100)")),
+    "appended, fp8": Case(Problem.parse("(4,8/2,40x200,64) bf16 causal paged(16,e4m3,1x200+1x65+1x17+1x100)")),
+    "appended, page 1": Case(Problem.parse("(4,8/2,40x200,64) bf16 causal paged(1,1x200+1x65+1x17+1x100)")),
     "appended, parts": Case(Problem.parse("(2,8/2,8x600,64) bf16 causal paged(16,1x600+1x300)")),
     "appended, many requests": Case(Problem.parse("(40,2/1,3x40,64) bf16 causal paged(8,40x40)")),
     "appended, window": Case(Problem.parse("(4,10/2,40x300,64) fp16 window(70,0) paged(64,1x300+1x65+1x17+1x200)")),

@@ -31,6 +31,14 @@ RUNS = (
     (3, "LSE=1 BLOCK_N=128 OVERLAP=0 WARPGROUPS=3", "(1,4,200x640,64) bf16 full paged(16,hnd) softcap(30)"),
     (5, "LSE=1 BLOCK_N=64 WARPGROUPS=1 SPLITS=2", "(2,16/2,20x900,64) bf16 causal paged(16) sinks"),
     (9, "LSE=1 BLOCK_N=64 SPLITS=4", "(1,14/2,9x1700,64) fp16 window(900,3) paged(8) softcap(5)"),
+    (1, "LSE=1 BLOCK_N=128", "(1,8/2,130x640,128) bf16 causal paged(1)"),
+    (2, "LSE=1 BLOCK_N=96 WARPGROUPS=3", "(1,14/2,60x640,64) fp16 window(100,3) paged(4,hnd) softcap(5) sinks"),
+    (2, "LSE=1 BLOCK_N=64 OVERLAP=0 WARPGROUPS=3", "(1,4,70x640,96) bf16 full paged(2)"),
+    (1, "LSE=1 BLOCK_N=128", "(1,8/2,130x640,128) bf16 causal paged(16,e4m3)"),
+    (2, "LSE=1 BLOCK_N=64 MAXIMA=2 NUM_STAGES=3", "(1,16/1,60x640,64) fp16 causal paged(64,hnd,e4m3) sinks"),
+    (3, "LSE=1 BLOCK_N=64 WARPGROUPS=1", "(1,4,70x640,256) bf16 window(100,3) paged(1,e4m3)"),
+    (2, "LSE=1 BLOCK_N=96 PINGPONG=1", "(1,8/2,60x640,96) fp16 full paged(2,e4m3) softcap(30)"),
+    (9, "LSE=1 BLOCK_N=64 SPLITS=4", "(1,14/2,9x1700,64) bf16 causal paged(1,e4m3) softcap(5) sinks"),
 )
 
 
@@ -47,7 +55,7 @@ def test_right_whatever_the_lengths(simulator, some, sms, words, label):
 @pytest.mark.parametrize("number", range(60))
 def test_random_config_of_random_requests_is_right(simulator, drawn_by, number):
     rng = random.Random(f"{drawn_by} append {number}")
-    page = rng.choice((8, 16, 24, 32, 48, 64, 128, 256))
+    page, stored = rng.choice((1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256)), rng.choice(("", ",e4m3"))
     group, heads_kv, queries = (
         rng.choice((1, 2, 3, 4, 5, 7, 8, 16)),
         rng.choice((1, 2)),
@@ -63,10 +71,12 @@ def test_random_config_of_random_requests_is_right(simulator, drawn_by, number):
     head_dim = rng.choice(KERNEL.head_dims)
     problem = Problem.parse(
         f"({len(lengths)},{group * heads_kv}/{heads_kv},{queries}x{max(lengths)},{head_dim}) "
-        f"{rng.choice(KERNEL.dtypes)} {mask} paged({page},{rng.choice(('nhd', 'hnd'))},{said}){scores}"
+        f"{rng.choice(KERNEL.dtypes)} {mask} paged({page},{rng.choice(('nhd', 'hnd'))}{stored},{said}){scores}"
     )
     values = {param.name: rng.choice(param.values) for param in KERNEL.params} | {"LSE": 1}
     values["BLOCK_N"] = rng.choice((64, 80, 128, 176)) if head_dim < 256 else 64
+    if stored or page % 8:
+        values["BLOCK_N"] = min(values["BLOCK_N"], 128)
     values["NUM_STAGES"] = 2 if head_dim * values["BLOCK_N"] > 64 * 128 else values["NUM_STAGES"]
     values["WARPGROUPS"] = 1 if head_dim == 256 else min(values["WARPGROUPS"], 2 if head_dim == 128 else 3)
     values["PINGPONG"] &= values["OVERLAP"] & (values["WARPGROUPS"] > 1)
@@ -133,17 +143,25 @@ class Call:
             theirs[begin:end] = True
             want = exact[request, -count:]
             error = np.linalg.norm(values[begin:end] - want, axis=-1)
-            assert (error <= 4e-3 * np.linalg.norm(want, axis=-1)).all(), f"request {request}"
+            assert (error <= 5e-3 * np.linalg.norm(want, axis=-1)).all(), f"request {request}"
             assert error_of_lse(lse[:, begin:end], sums[request, :, -count:]) <= LSE_LIMIT
         assert (out[~theirs] == UNWRITTEN).all()
         return out, lse
 
 
 @pytest.mark.nightly(push=1)
-@pytest.mark.parametrize("words", ["LSE=1 BLOCK_N=64", "LSE=1 BLOCK_N=128 WARPGROUPS=3 MAXIMA=2"])
-def test_tokens_of_requests_lie_anywhere_and_nothing_else_is_stored(simulator, words):
+@pytest.mark.parametrize(
+    ("words", "paged"),
+    [
+        ("LSE=1 BLOCK_N=64", "16"),
+        ("LSE=1 BLOCK_N=128 WARPGROUPS=3 MAXIMA=2", "16"),
+        ("LSE=1 BLOCK_N=64", "1"),
+        ("LSE=1 BLOCK_N=128 WARPGROUPS=3", "16,e4m3"),
+    ],
+)
+def test_tokens_of_requests_lie_anywhere_and_nothing_else_is_stored(simulator, words, paged):
     """One query, none, a tile's last ones, more than a tile; no order, and NaN in between."""
-    label = "(6,8/2,80x300,64) bf16 causal paged(16,1x300+1x170+1x33+1x0+1x90+1x128)"
+    label = f"(6,8/2,80x300,64) bf16 causal paged({paged},1x300+1x170+1x33+1x0+1x90+1x128)"
     call = Call(simulator, label, words)
     begins, ends = (90, 10, 0, 60, 20, 70), (170, 11, 0, 63, 53, 85)
     first = call.assert_right(begins, ends, 175)
@@ -151,9 +169,10 @@ def test_tokens_of_requests_lie_anywhere_and_nothing_else_is_stored(simulator, w
     assert all(np.array_equal(*each, equal_nan=True) for each in zip(first, again, strict=True))
 
 
-def test_tokens_pages_and_lengths_that_cannot_be_touch_nothing_outside(simulator):
+@pytest.mark.parametrize("stored", ["", ",e4m3"])
+def test_tokens_pages_and_lengths_that_cannot_be_touch_nothing_outside(simulator, stored):
     """A simulated run ends if something outside the tensors is read or written. Pages that there are not are zeros."""
-    call = Call(simulator, "(4,4/2,40x100,64) bf16 full paged(16,4x100)", "LSE=1 BLOCK_N=64")
+    call = Call(simulator, f"(4,4/2,40x100,64) bf16 full paged(16{stored},4x100)", "LSE=1 BLOCK_N=64")
     pages, blocks = len(call.inputs["k"]), call.inputs["block_table"].shape[1]
     table, lengths = call.inputs["block_table"].copy(), np.int32([100, 2**31 - 1, -(2**31), 16 * blocks])
     table[0, 1:3] = -7, pages
@@ -163,9 +182,24 @@ def test_tokens_pages_and_lengths_that_cannot_be_touch_nothing_outside(simulator
     assert not np.isnan(from_bits(out[:40], "bf16")).any()
     assert (out[40:100] == UNWRITTEN).all()
     # Keys of zeros count; two of seven pages of the first request are such.
-    q, k = (from_bits(call.inputs[name], "bf16").astype(np.float64) for name in "qk")
+    q = from_bits(call.inputs["q"], "bf16").astype(np.float64)
+    k = from_bits(call.inputs["k"], "e4m3" if stored else "bf16").astype(np.float64)
+    if stored:
+        k *= call.inputs["k_scale"][0][:, None]
     keys = k[table[0, [0, *range(3, blocks)]]].reshape(-1, 2, 64)[: 100 - 32].swapaxes(0, 1)
     scores = q[0].reshape(2, 2, 40, 64) @ keys[:, None].swapaxes(2, 3) / 8
     sums = np.log(np.exp(scores).sum(-1) + 32).reshape(4, 40)
     # The third has the token 0 too, of no key; whose of both is stored last is not said.
     assert error_of_lse(lse[:, 1:40], sums[:, 1:]) <= LSE_LIMIT
+
+
+def test_scales_that_all_requests_share_and_one_of_zero(simulator):
+    """Strides of 0; keys that count nothing weigh alike."""
+    call = Call(simulator, "(2,4/2,40x100,64) bf16 full paged(16,e4m3,2x100)", "LSE=1 BLOCK_N=64")
+    ends = (40, 80)
+    for k_scale in (0.5, 0.0):
+        scales = {"k_scale": np.full((2, 2), k_scale, np.float32), "v_scale": np.full((2, 2), 2, np.float32)}
+        call.inputs |= scales
+        launch, made = call.stages["fwd"]
+        call.stages["fwd"] = replace(launch, args=(*launch.args[:-2], 0, 0)), made
+        call.assert_right((0, 40), ends, 80, k_scale=np.float32([k_scale]), v_scale=np.float32([2]))

@@ -3,11 +3,13 @@
 import ctypes
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from fake_driver import FakeDriver
 from packages import H100, SPLIT, shape, table, winner
 
+from attnsweep.family.family import TensorMap
 from attnsweep.serve.runtime import driver as driver_module
 from attnsweep.serve.runtime.driver import Device, DriverError, StridedTensor
 from attnsweep.serve.runtime.families import WGMMA
@@ -45,6 +47,29 @@ def test_a_launch_passes_what_the_template_takes(tmp_path):
     assert config.sharedMemBytes == WGMMA.smem_bytes(kernel.values, shape())
     functions = (fwd["function"][1], join["function"][1])
     assert functions == ("flash_fwd_wgmma", "flash_fwd_wgmma_combine")
+
+
+@pytest.mark.parametrize(
+    ("dims", "box", "passed"),
+    [
+        ((128, 32, 512, 2), (64, 4, 16, 1), [64, 4, 16, 1]),  # the heads and tokens of a tile, as append_paged_wgmma
+        ((64, 512, 2, 32), (64, 64, 2, 1), [64, 64, 1, 1]),  # panels, where the tensor has heads
+    ],
+)
+def test_a_box_has_the_bytes_that_its_kernel_waits_for(tmp_path, dims, box, passed):
+    """A kernel never ends that waits for more than a box brings."""
+    driver = FakeDriver()
+    made = table(tmp_path, winner(shape(), SPLIT))
+    kernel = made.gpus[H100].winners[0].kernel
+    todo = calls(kernel, 0.125, strides={"o": (65536, 16384, 64)})
+    args = [
+        replace(arg, dims=dims, box=box) if isinstance(arg, TensorMap) and arg.buffer == "q" else arg
+        for arg in todo["fwd"].args
+    ]
+    todo["fwd"] = replace(todo["fwd"], args=tuple(args))
+    tensors = TENSORS | {"q": StridedTensor((2, 512, 32, 128), (2097152, 4096, 128, 1))}
+    Device(made, driver).launches(todo, kernel.stages, tensors, NAMES).issue(ADDRESSES, 77)
+    assert driver.launches[0]["values"][0]["box"] == passed
 
 
 def test_a_thread_without_a_context_gets_the_devices(tmp_path, remember):

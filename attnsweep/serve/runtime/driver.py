@@ -348,8 +348,9 @@ class Device:
         of_64 = cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B
         of_128 = cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
         of_l2 = cuda.CUtensorMapL2promotion
-        # Of one head: a sweep's maps may have panels where a model's have heads, or panels too.
-        own = box.box if columns == box.box[0] else box.box[:2]
+        # A sweep's map may have panels where a model's has heads: then a box is of one head. A box
+        # that lacks bytes is waited for without end.
+        own = box.box if columns == box.dims[0] else box.box[:2]
         before = (cuda.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16, rank)
         after = (
             [cuda.cuuint64_t(size) for size in (columns, *outer)],
