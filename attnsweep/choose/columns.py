@@ -170,7 +170,7 @@ class Row(Mapping[str, Any]):
         return self._whole[name]
 
     @property
-    def facts(self) -> Trial:
+    def facts(self) -> Any:
         """Its trial, or what has the same attributes and is there sooner: see store.rows."""
         return self._facts or self._context.trials()[self.number]
 
@@ -182,7 +182,7 @@ class Row(Mapping[str, Any]):
 
     def columns(self, config: object) -> dict[str, Any]:
         """All columns, in order, but no trial. config: stands for it, whose text takes time."""
-        trial = self.facts
+        trial: Trial = self.facts
         whole = _UNKNOWN | dict(zip(_HELD, self._held, strict=True))
         del whole["machine"]
         whole["problem"], whole["best_baseline"] = self["problem"], self["best_baseline"]

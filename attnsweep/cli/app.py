@@ -277,7 +277,7 @@ def print_run(run_: Run, json_: bool, top: int | None, full: bool, *, every: boo
     quiet = terminal.talk is terminal.Talk.QUIET
     if json_:
         said = {"sentences": [sentence(each) for each in sections_of(run_)]} if every else {}
-        print_result([], tables.json_parts(run_) | said, True)
+        print_result([], itertools.chain(tables.json_parts(run_), said.items()), True)
     elif full:
         tables.print_run(run_, console, top=top or 10)
         tables.print_brief(run_, console, every=every, quiet=True, use=use_of)
@@ -292,26 +292,36 @@ def warn(*runs: Run) -> None:
 
 
 def json_texts(data: Any) -> Iterator[str]:
-    """Data as JSON, in parts: what an iterator in a dict gives is written as it comes."""
+    """Data as JSON. An iterator of names and values is an object, which is written as it comes.
+
+    So are the items of a value that is an iterator.
+    """
+    if not isinstance(data, Iterator):
+        yield _json_text(data)
+        return
+    before = "{\n  "
+    for name, value in data:
+        yield f"{before}{_json_text(name)}: "
+        if isinstance(value, Iterator):
+            first = "[\n    "
+            for each in value:
+                yield first + _json_text([[each]])[len("[\n  [\n    ") : -len("\n  ]\n]")]
+                first = ",\n    "
+            yield "\n  ]" if first.startswith(",") else "[]"
+        else:
+            yield _json_text([value])[len("[\n  ") : -len("\n]")]
+        before = ",\n  "
+    yield "\n}"
+
+
+def _json_text(value: Any) -> str:
     from pydantic_core import PydanticSerializationError, to_json
 
-    def text(value: Any) -> str:
-        # json.dumps takes twelve times as long: its indent is written in Python.
-        try:
-            return to_json(value, indent=2, inf_nan_mode="constants", fallback=str).decode()
-        except PydanticSerializationError:  # a path, in a locale that does not know its letters
-            return text(_texts(value))
-
-    parts = {k: v for k, v in data.items() if isinstance(v, Iterator)} if type(data) is dict else {}
-    rest = text(data | dict.fromkeys(parts, ()) if parts else data)
-    for name, values in parts.items():
-        before, empty, rest = rest.partition(f'\n  "{name}": []')
-        yield before + empty[:-1]
-        number = -1
-        for number, each in enumerate(values):
-            yield "," * bool(number) + "\n    " + text(each).replace("\n", "\n    ")
-        yield "\n  ]" if number >= 0 else "]"
-    yield rest
+    # json.dumps takes twelve times as long: its indent is written in Python.
+    try:
+        return to_json(value, indent=2, inf_nan_mode="constants", fallback=str).decode()
+    except PydanticSerializationError:  # a path, in a locale that does not know its letters
+        return _json_text(_texts(value))
 
 
 def _texts(value: Any) -> Any:

@@ -59,7 +59,6 @@ def report_(
     $ attnsweep report results/h200/flash_short --html page.html
     $ attnsweep report --csv ranking.csv --markdown -
     """
-    from attnsweep.reports import html as page
     from attnsweep.reports import tables
     from attnsweep.store.outputs import check_output
 
@@ -77,6 +76,8 @@ def report_(
         if path is not None and str(path) != "-":
             check_output(path)
     if html is not None:
+        from attnsweep.reports import html as page  # with numpy, which takes 0.1 s
+
         page.check(html)
     with reading(run_):
         read = latest_or(context, run_, results)

@@ -152,19 +152,21 @@ def to_json(run: Run) -> dict[str, Any]:
     "counts"}], "warnings"}; ranking holds every row, with rank None for a row without one. A run
     whose spec counts a program's calls has "gains" too, and one of several cards "by_card".
     """
-    parts = json_parts(run)
+    parts = dict(json_parts(run))
     return parts | {"problems": list(parts["problems"])}
 
 
-def json_parts(run: Run) -> dict[str, Any]:
-    """As `to_json`, with an iterator of problems, so that a large run's are not all in memory."""
+def json_parts(run: Run) -> Iterator[tuple[str, Any]]:
+    """The members of `to_json`, with an iterator of problems, as they are asked for.
+
+    So a large run's problems are not all in memory, and each is ranked while its rows are at hand.
+    """
     sections = sections_of(run)
-    found = gains.gains(sections, run.spec_text)
-    several = cards.by_card(sections)
-    return {
-        "run": str(run.directory),
-        "environment": run.environment.model_dump(mode="json") if run.environment else None,
-        "problems": (
+    yield "run", str(run.directory)
+    yield "environment", run.environment.model_dump(mode="json") if run.environment else None
+    yield (
+        "problems",
+        (
             {
                 "problem": section.problem.facts,
                 "label": section.problem.label,
@@ -176,10 +178,13 @@ def json_parts(run: Run) -> dict[str, Any]:
             }
             for section in sections
         ),
-        "warnings": [*run.warnings, *(f"{s.problem.label}: {s.lost}" for s in sections if s.lost)],
-        **({} if found is None else {"gains": found}),
-        **({"by_card": {"cards": several}} if several else {}),
-    }
+    )
+    lost = [f"{section.problem.label}: {section.lost}" for section in sections if section.lost]
+    yield "warnings", [*run.warnings, *lost]
+    if (found := gains.gains(sections, run.spec_text)) is not None:
+        yield "gains", found
+    if several := cards.by_card(sections):
+        yield "by_card", {"cards": several}
 
 
 def _json_row(row: Row) -> dict[str, Any]:

@@ -241,7 +241,9 @@ class _Fields:
                 kind = part.struct | None
             fields.append((name, kind, default))
         fields += [(name, Any, msgspec.UNSET) for name in self._extra]
-        own = {name: each for name, each in vars(model).items() if isinstance(each, property)}
+        own: dict[str, Any] = {
+            name: each for name, each in vars(model).items() if isinstance(each, property)
+        }
         own |= {"made": lambda struct: self.made(struct), "with_": _with} if model is Trial else {}
         options: Any = {"kw_only": True, "forbid_unknown_fields": True, "gc": False}
         self.struct: Any = msgspec.defstruct(f"_{model.__name__}", fields, namespace=own, **options)
