@@ -41,7 +41,7 @@ def logits(step: Any, ids: Any) -> Any:
 
 def skip_with_masks(model: Any, ids: Any) -> None:
     """Skip where transformers gives compiled code of the last layer a mask, though it is causal."""
-    masks = []
+    masks: list[bool] = []
 
     def backend(graph: Any, _: Any) -> Any:
         calls = [node for node in graph.graph.nodes if "scaled_dot_product_attention" in str(node.target)]
