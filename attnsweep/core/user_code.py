@@ -270,7 +270,9 @@ class BoundFunction:
 
     def _written(self, made: Any, into: Mapping[str, Any]) -> Any:
         """The outputs of a call that got tensors to write to, some of which it may return too."""
-        of_call = dict(zip(("out", "lse"), made if type(made) is tuple else (made,), strict=False))
+        # A kernel of TileLang that allocates no output returns an empty list.
+        several = made if isinstance(made, (tuple, list)) else (made,)
+        of_call = dict(zip(("out", "lse"), several, strict=False))
         for name, given in into.items():
             if of_call.setdefault(name, given) is None:
                 of_call[name] = given
