@@ -1,7 +1,8 @@
 """Search strategies: which candidate of a Space comes next.
 
 A strategy is a generator: it yields a config, and receives the trials that have ended since its
-last yield; it yields None to wait for more trials. It may return why it ended. It never measures or
+last yield; it yields None to wait for more trials, or, to have them compiled meanwhile, the configs
+that it would ask for next as things stand. It may return why it ended. It never measures or
 stores; only the sweep does. See `Search` for ask and tell.
 """
 
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
     from attnsweep.specs.load import SweepSpec
 
 
-Proposals = Generator[Config | None, list[Trial], None]
-Explained = Generator[Config | None, list[Trial], str]
+Proposed = Config | tuple[Config, ...] | None
+Proposals = Generator[Proposed, list[Trial], None]
+Explained = Generator[Proposed, list[Trial], str]
 """Proposals that return why they ended."""
 Strategy = Callable[[Space, int | None, int], Proposals | Explained]
 
@@ -131,18 +133,19 @@ class Search:
         self._begun = False
         self.why_ended: str | None = None
         """Why it asks for nothing more; None before that, and of strategies that do not say."""
+        self.likely: tuple[Config, ...] = ()
+        """What it would ask for next if what it waits for were as it expects."""
 
     def ask(self) -> Config | None:
         """The next config to try; None if there are no more, or none before a tell."""
         told, self._told = self._told, []
         try:
-            if self._begun:
-                return self._proposals.send(told)
-            self._begun = True
-            return next(self._proposals)
+            proposed = self._proposals.send(told) if self._begun else next(self._proposals)
         except StopIteration as end:
-            self.why_ended = end.value or self.why_ended
-            return None
+            proposed, self.why_ended = None, end.value or self.why_ended
+        self._begun = True
+        self.likely = proposed if isinstance(proposed, tuple) else ()
+        return None if isinstance(proposed, tuple) else proposed
 
     def tell(self, trial: Trial) -> None:
         """Tell the row of a config asked for earlier; the strategy sees it at the next ask."""

@@ -16,13 +16,14 @@ from elftools.elf.elffile import ELFFile
 
 from attnsweep.compile.candidate import Build
 from attnsweep.compile.launches import CallPlan, Candidate
-from attnsweep.compile.nvrtc import Compiler, Cubin
+from attnsweep.compile.nvrtc import NOW, SOON, Compiler, Cubin
 from attnsweep.compile.trace import Traced, Tracer, Tracers, Tuning
+from attnsweep.core.callables import Asked
 from attnsweep.core.cases import called_cases, served_cases, small_cases
 from attnsweep.core.errors import CompileError, SpecError
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, Value
-from attnsweep.core.trial import THIS_BINARY
+from attnsweep.core.trial import THIS_BINARY, THIS_SHAPE
 from attnsweep.family.called import CalledFamily
 from attnsweep.family.family import Config, Family
 from attnsweep.family.launch import Launch
@@ -173,8 +174,10 @@ class CalledBuild(Build):
         made: Any = (compiler.arch, whole, {}, (key,), compiler, workspace_limit, variant or {})
         return cls(kernel, config, problem, *made)
 
-    def submit(self) -> None:
-        """Start to trace and compile the call."""
+    def submit(self, turn: int = NOW) -> None:
+        """Start to trace and compile the call, if it is sure to be asked for."""
+        if turn == SOON:
+            return
         tracer = tracers_of(self.compiler).of(self.kernel.call)
         traced: Future[Any] = tracer.submit(self.problem, self.config)
         self.futures["call"] = traced
@@ -201,6 +204,7 @@ class CalledBuild(Build):
         traced, tracer = self.traced, tracers_of(self.compiler).of(self.kernel.call)
         facts = {"function": self.kernel.call, "closure": traced.closure, **tracer.versions}
         covers = THIS_BINARY if traced.cases else "any length, each by code of its own"
+        covers = THIS_SHAPE if self._of_one_shape else covers
         return {"call": facts | {"covers": traced.why or covers}}
 
     @property
@@ -228,9 +232,11 @@ class CalledBuild(Build):
     def candidate(self) -> Candidate:
         """All that the worker needs to call it."""
         plan = self.launches_for(self.problem)
-        cases = self.traced.cases or served_cases(
-            called_cases(self.problem), self.problem, self._as_grouped
-        )
+        cases = self.traced.cases
+        # What a factory builds is of one shape: TileLang compiled the eleven cases of a candidate
+        # for 30 s while the card waited, and they are other code than what is timed.
+        if not (cases or self._of_one_shape):
+            cases = served_cases(called_cases(self.problem), self.problem, self._as_grouped)
         expects = plan.expects if self.traced.cases else frozenset()
         checks = tuple(replace(plan, problem=case.problem, expects=expects) for case in cases)
         own = self.kernel.name, dict(self.config), plan, checks, self.kernel.rounds_scores
@@ -250,6 +256,10 @@ class CalledBuild(Build):
         )
         every = cases == small_cases(self.problem)
         return replace(self.candidate(), checks=checks, cases=None if every else cases)
+
+    @property
+    def _of_one_shape(self) -> bool:
+        return Asked.of(self.kernel.call).factory and not self.traced.cases
 
     def _as_grouped(self, problem: Problem) -> bool:
         """Whether its groups of heads are the timed problem's: not all launchers have any."""

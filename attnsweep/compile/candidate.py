@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 from attnsweep.compile.cubin import check_arguments, resources, why_not, with_instructions
 from attnsweep.compile.launches import Candidate, CompiledStage, LaunchPlan, Plan
-from attnsweep.compile.nvrtc import Compiler, Cubin
+from attnsweep.compile.nvrtc import NOW, Compiler, Cubin
 from attnsweep.core import cases as verify_cases
 from attnsweep.core.errors import CompileError, CompilerLost, KernelError, compiler_errors
 from attnsweep.core.files import shipped
@@ -79,12 +79,12 @@ class Build:
         """The key of its row: see Trial.key."""
         return key_of(self.problem, OURS, self.kernel.name, self.config)
 
-    def submit(self) -> None:
-        """Start to compile every stage."""
+    def submit(self, turn: int = NOW) -> None:
+        """Start to compile every stage. turn: see Compiler.submit."""
         for name, launch in self.launches.items():
             defines = self.kernel.stages[name].defines(self.config, self.schedule.widest, launch)
-            self.futures[name] = self.compiler.submit(self.kernel.source, defines)
-        self.futures[_EMPTY] = self.compiler.submit(shipped("kernels") / _EMPTY_SOURCE, {})
+            self.futures[name] = self.compiler.submit(self.kernel.source, defines, turn)
+        self.futures[_EMPTY] = self.compiler.submit(shipped("kernels") / _EMPTY_SOURCE, {}, turn)
 
     @property
     def launched(self) -> Mapping[str, Launch]:

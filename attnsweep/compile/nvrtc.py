@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import heapq
+import itertools
 import json
 import os
 import re
@@ -21,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import platformdirs
 
@@ -163,6 +165,17 @@ def source_closure(source: Path, more: Sequence[Path] = ()) -> dict[str, bytes]:
     return found
 
 
+NOW, SOON, LATER = range(3)
+"""Turns of what is compiled: asked for, likely to be asked for next, and of problems to come."""
+
+
+class _Waiting(NamedTuple):
+    turn: int
+    number: int
+    future: Future[Cubin]
+    given: tuple[str, Path, dict[str, str]]
+
+
 class Compiler:
     """Compiles stages for one architecture. Processes may share a cache.
 
@@ -184,8 +197,13 @@ class Compiler:
             check_toolchain(arch)
         self.arch = arch
         self.cache_dir = cache_dir or default_cache_dir()
-        self._pool = ThreadPoolExecutor(threads or os.cpu_count() or 1, "nvrtc", _step_back)
+        self.threads = threads or os.cpu_count() or 1
+        self._pool = ThreadPoolExecutor(self.threads, "nvrtc", _step_back)
         self._futures: dict[str, Future[Cubin]] = {}
+        self._turns: dict[str, int] = {}
+        self._count = itertools.count()
+        self._waiting: list[_Waiting] = []
+        """A heap of what no thread has begun. What was asked for again, sooner, is in it twice."""
         self._closures: dict[tuple[Path, ...], dict[str, bytes]] = {}
         self._lock = threading.Lock()
         self._after = after
@@ -229,13 +247,18 @@ class Compiler:
             digest.update(len(part).to_bytes(8, "little") + part)
         return digest.hexdigest()
 
-    def submit(self, source: Path, defines: Mapping[str, str]) -> Future[Cubin]:
-        """Compile in a thread; a stage asked for twice is compiled once."""
+    def submit(self, source: Path, defines: Mapping[str, str], turn: int = NOW) -> Future[Cubin]:
+        """Compile in a thread; a stage asked for twice is compiled once, in the sooner turn."""
         key = self.key(source, defines)
         with self._lock:
-            if key not in self._futures:
-                self._futures[key] = self._pool.submit(self._obtain, key, source, dict(defines))
-            return self._futures[key]
+            future = self._futures.setdefault(key, Future())
+            before = self._turns.setdefault(key, LATER + 1)
+            if turn < before and not (future.running() or future.done()):
+                self._turns[key] = turn
+                one = _Waiting(turn, next(self._count), future, (key, source, dict(defines)))
+                heapq.heappush(self._waiting, one)
+                self._pool.submit(self._next)
+            return future
 
     def compile(self, source: Path, defines: Mapping[str, str]) -> Cubin:
         """Compile now. Raises CompileError with the whole log."""
@@ -246,8 +269,24 @@ class Compiler:
         if self.tracers is not None:
             self.tracers.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            for one in self._waiting:
+                one.future.cancel()
 
     # -- in the threads ---------------------------------------------------------------------
+
+    def _next(self) -> None:
+        """Compile what has the soonest turn, unless a thread has begun it."""
+        with self._lock:
+            one = heapq.heappop(self._waiting)
+            if one.future.running() or not one.future.set_running_or_notify_cancel():
+                return
+        try:
+            made = self._obtain(*one.given)
+        except BaseException as error:  # as a pool's future has it
+            one.future.set_exception(error)
+        else:
+            one.future.set_result(made)
 
     def _obtain(self, key: str, source: Path, defines: Mapping[str, str]) -> Cubin:
         entry = self.cache_dir / self.arch.name / key[:2] / key

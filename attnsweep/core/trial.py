@@ -27,7 +27,7 @@ OURS = "attnsweep"
 """The provider of candidates; a baseline's provider is its own name."""
 
 
-THIS_BINARY = "this binary"
+THIS_BINARY, THIS_SHAPE = "this binary", "this shape alone"
 """What the proof of a call covers: problems on which it launches the code of the timed one."""
 
 
@@ -201,7 +201,8 @@ class Trial(_Row):
     """What a row says of a candidate that calls a user's function; empty for other rows.
 
     `function`, digest of the user's files (`closure`), versions, and what its proof `covers`: this
-    binary or any length; or why it could not be traced. `other_lengths`: why not any length.
+    binary, this shape alone or any length; or why it could not be traced. `other_lengths`: why
+    not any length.
     """
     conditions: dict[str, Any] = Field(default_factory=dict)
     """State of the card during the rounds, from NVML.

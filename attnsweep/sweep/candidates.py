@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from attnsweep.choose.search import Proposals, Search, search_of
 from attnsweep.compile.builds import builds_of
 from attnsweep.compile.candidate import Build, as_ready
-from attnsweep.compile.nvrtc import Compiler
+from attnsweep.compile.nvrtc import NOW, SOON, Compiler
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Status, Trial
 from attnsweep.family.family import Config
@@ -41,6 +41,8 @@ class Candidates:
         self.problem: Problem = item.problem
         self.builds: list[Build] = []
         """The current batch."""
+        self._likely: list[Build] = []
+        """Of the next one, as things stand: as many as there are threads with nothing to do."""
         self._searches = [(space, search_of(spec, space)) for space in item.spaces]
         self.compiler, self.limit = compiler, limit
         self._budget_s = spec.search.budget_s
@@ -67,6 +69,13 @@ class Candidates:
             for space, search in self._searches:
                 configs = itertools.islice(iter(search.ask, None), ahead)
                 self.builds += builds_of(space, configs, self.compiler, self.limit)
+        room = max(0, self.compiler.threads - len(self.builds))
+        likely = [(space, config) for space, search in self._searches for config in search.likely]
+        self._likely = [
+            build
+            for space, config in likely[:room]
+            for build in builds_of(space, (config,), self.compiler, self.limit)
+        ]
         return self.builds
 
     @property
@@ -104,10 +113,12 @@ class Candidates:
             if search.why_ended
         }
 
-    def submit(self) -> None:
-        """Start to compile the batch."""
+    def submit(self, turn: int = NOW) -> None:
+        """Start to compile the batch, and behind it what is likely to come next."""
         for build in self.builds:
-            build.submit()
+            build.submit(turn)
+        for build in self._likely if turn == NOW else ():
+            build.submit(SOON)
 
     def compiled(
         self, kept: Collection[int], progress: Callable[[int, int], None]

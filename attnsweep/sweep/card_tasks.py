@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from attnsweep.bench.gpu import Gpu, WorkerError
 from attnsweep.compile.calls import tracers_of, with_calls
-from attnsweep.compile.nvrtc import Compiler, Cubin, default_cache_dir
+from attnsweep.compile.nvrtc import NOW, Compiler, Cubin, default_cache_dir
 from attnsweep.core.errors import CompileError, ToolchainError
 from attnsweep.core.hardware import Arch, arch_on
 from attnsweep.core.observer import Observer
@@ -47,14 +47,20 @@ class RemoteCompiler(Compiler):
 
     def __init__(self, arch: Arch, cache_dir: Path, pipe: Pipe) -> None:
         # Not Compiler's, which starts threads.
+        self.threads = 0  # to spare: other cards have them compile
         self.arch, self.cache_dir = arch, cache_dir
         self._closures = {}
         self._futures = {}
         self._lock = threading.Lock()
         self._pipe, self.tracers = pipe, None
 
-    def submit(self, source: Path, defines: Mapping[str, str]) -> Future[Cubin]:
-        """Ask the parent; a stage asked for twice is asked for once."""
+    def submit(
+        self,
+        source: Path,
+        defines: Mapping[str, str],
+        turn: int = NOW,  # noqa: ARG002 - the parent's cores are shared by the cards
+    ) -> Future[Cubin]:
+        """Ask the parent; a stage asked for twice is asked for once, in its first turn."""
         key = self.key(source, defines)
         with self._lock:
             if key in self._futures:

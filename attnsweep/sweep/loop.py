@@ -22,7 +22,7 @@ from attnsweep.choose.ranking import judged, ranked, winner_of
 from attnsweep.choose.rounds import prepared
 from attnsweep.compile.candidate import Build, compiled_candidate, workspace_limit
 from attnsweep.compile.launches import Candidate
-from attnsweep.compile.nvrtc import Compiler
+from attnsweep.compile.nvrtc import NOW, Compiler
 from attnsweep.core.callables import Asked
 from attnsweep.core.errors import CompileError, StoreError
 from attnsweep.core.long_problems import has_shorter
@@ -63,7 +63,7 @@ class Share:
         return Kept(self.spec, self.environment, self.store)
 
 
-def begin(item: PlannedProblem, share: Share) -> Candidates:
+def begin(item: PlannedProblem, share: Share, turn: int = NOW) -> Candidates:
     """A problem's candidates, the first of which compile unless all is measured.
 
     Sets aside the rows of a problem that another card has begun and not finished: candidates of one
@@ -75,7 +75,7 @@ def begin(item: PlannedProblem, share: Share) -> Candidates:
         share.observer.note(f"{what}: another card began it, and did not finish")
     candidates = share.candidates(item)
     if not share.kept().whole(item.problem, candidates.ask()):
-        candidates.submit()
+        candidates.submit(turn)
     return candidates
 
 
@@ -185,6 +185,7 @@ class _ProblemSweep:
     def tried(self) -> Sequence[Pair]:
         """Every candidate with its row."""
         candidates, rows = self._candidates, dict[tuple[object, ...], Pair]()
+        candidates.submit()  # its turn has come
         while candidates.builds:
             self._same_code.asked(candidates.builds)
             kept = self._kept.rows(candidates.builds)

@@ -20,7 +20,7 @@ from attnsweep.compile.builds import builds_of
 from attnsweep.compile.calls import tracers_of, with_calls
 from attnsweep.compile.candidate import Build, workspace_limit
 from attnsweep.compile.cubin import compiler_for
-from attnsweep.compile.nvrtc import Compiler
+from attnsweep.compile.nvrtc import LATER, NOW, Compiler
 from attnsweep.core.errors import AttnsweepError, CardLostError, SpecError
 from attnsweep.core.hardware import Arch
 from attnsweep.core.observer import Observer
@@ -303,8 +303,11 @@ class ThisCard:
         """See `Cards`."""
         s, share, began = session, session.share, time.monotonic()
         try:
-            # The first candidates of all problems compile at once.
-            begun = deque(begin(item, share) for item in s.planned)
+            # The first candidates of later problems compile where a thread has nothing else to do.
+            begun = deque(
+                begin(item, share, LATER if number else NOW)
+                for number, item in enumerate(s.planned)
+            )
             while begun:
                 candidates = begun.popleft()  # whose memory is free when the next begins
                 sweep_problem(candidates, self._gpu, share, begun[0].problem if begun else None)

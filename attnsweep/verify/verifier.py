@@ -138,8 +138,9 @@ class Verifier(Calls):
         call: its launches on the timed problem. bind: binds other launches to buffers, and adds
         their workspaces. Returns its worst accuracy. Raises WrongResult.
         """
-        bound, cases = [], self._small_of(candidate)
-        if small:
+        bound, cases = [], None
+        if small and candidate.checks:
+            cases = self._small_of(candidate)
             for device_case, launches in zip(cases.device_cases, candidate.checks, strict=True):
                 bound.append((device_case, launches, bind(launches, [device_case.buffers])))
         timed = self.timed, candidate.timed, call

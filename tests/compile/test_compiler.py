@@ -1,12 +1,13 @@
 """The cubin cache: content-addressed, shared between processes, and never a wrong hit."""
 
 import json
+import threading
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import pytest
 
-from attnsweep.compile.nvrtc import Compiler, installed_headers, nvrtc_version, source_closure
+from attnsweep.compile.nvrtc import LATER, NOW, SOON, Compiler, installed_headers, nvrtc_version, source_closure
 from attnsweep.core.errors import CompileError, ToolchainError
 from attnsweep.core.hardware import ARCHS, Arch
 from attnsweep.family.discover import discover
@@ -182,6 +183,38 @@ def test_processes_share_one_cache(source, tmp_path):
 def test_the_same_stage_is_compiled_once(source, tmp_path):
     made = compiler(tmp_path)
     assert made.submit(source, {"VALUE": "1.0f"}) is made.submit(source, {"VALUE": "1.0f"})
+
+
+def test_what_is_asked_for_goes_before_what_may_be(source, tmp_path, monkeypatch):
+    begun, go = [], threading.Event()
+
+    def obtain(self, key, source, defines):
+        begun.append(defines["VALUE"])
+        assert go.wait(20)
+
+    monkeypatch.setattr(Compiler, "_obtain", obtain)
+    made = Compiler(ARCHS["sm_90a"], tmp_path / "cache", threads=1)
+    first = made.submit(source, {"VALUE": "first"})
+    asked = [
+        made.submit(source, {"VALUE": value}, turn)
+        for value, turn in (("later", LATER), ("of another", LATER), ("likely", SOON), ("asked", NOW), ("later", NOW))
+    ]
+    go.set()
+    for future in (first, *asked):
+        future.result(20)
+    assert begun == ["first", "asked", "later", "likely", "of another"]
+    assert asked[0] is asked[-1]
+
+
+def test_what_waits_is_cancelled_at_the_end(source, tmp_path, monkeypatch):
+    go = threading.Event()
+    monkeypatch.setattr(Compiler, "_obtain", lambda *_: go.wait(20))
+    made = Compiler(ARCHS["sm_90a"], tmp_path / "cache", threads=1)
+    begun, waiting = (made.submit(source, {"VALUE": value}) for value in "ab")
+    made.close()
+    go.set()
+    assert waiting.cancelled()
+    assert begun.result(20)
 
 
 def test_an_error_carries_the_log_and_leaves_nothing(source, tmp_path):

@@ -5,6 +5,8 @@ import os
 import runpy
 import shutil
 import sys
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -103,6 +105,12 @@ def test_a_spec_of_factories_is_planned_as_it_says_what_it_supports(place, compi
     build = build_of(spec.families["built"], space.configs[0], PROBLEM, compiler)
     build.submit()
     assert build.facts["call"]["covers"] == "this binary"
+    assert len(build.candidate().checks) == len(build.traced.cases) > 0
+    of_one_shape = Future()
+    of_one_shape.set_result(replace(build.traced, cases=()))
+    build.futures["call"] = of_one_shape
+    assert build.facts["call"]["covers"] == "this shape alone"
+    assert build.candidate().checks == ()
     place.joinpath("causal.yaml").write_text(SPEC.replace("bf16}", "bf16, causal: true}"))
     with pytest.raises(SpaceError, match="built: only full"):
         plan(with_calls(load_spec(place / "causal.yaml", discover), tracers), ARCH)

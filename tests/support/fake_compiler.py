@@ -51,6 +51,7 @@ class FakeCompiler:
 
     version = "0.0"
     tracers: Tracers | None = None
+    threads = 2
     submitted = 0
     """Stages asked for, by any of them."""
     made: ClassVar[list[Arch]] = []
@@ -83,7 +84,7 @@ class FakeCompiler:
             parts.append("edited")
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
-    def submit(self, source: Path, defines: Mapping[str, str]) -> Future[Cubin]:
+    def submit(self, source: Path, defines: Mapping[str, str], turn: int = 0) -> Future[Cubin]:
         """A future that is done."""
         type(self).submitted += 1
         future: Future[Cubin] = Future()

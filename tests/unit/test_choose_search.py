@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from attnsweep.choose import search
 from attnsweep.choose.search import STRATEGIES, Search, strategy
-from attnsweep.choose.strategies.gp import LEAST
+from attnsweep.choose.strategies.gp import BATCH, FEW, LEAST, Model
 from attnsweep.core.errors import SpecError
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem
@@ -79,6 +79,23 @@ def test_asks_may_run_ahead_of_tells(name):
         at_work.tell(trial_of(config))
     later = [at_work.ask(), at_work.ask()]
     assert len({*ahead, *later} - {None}) == LEAST + 2
+
+
+def test_what_gp_would_ask_for_next_is_known_while_it_waits_and_changes_nothing():
+    space = space_of(FEW + 20)
+    at_work = Search("gp", space)
+    batch = list(iter(at_work.ask, None))
+    likely = at_work.likely
+    assert len(batch) + len(likely) == BATCH
+    assert not {*batch} & {*likely}
+    for config in batch:
+        at_work.tell(trial_of(config))
+    model, other = (Model.of(space, (), 0) for _ in range(2))
+    first = model.choose(5)
+    assert first == other.choose(5)
+    expected = model.likely(7)
+    assert [*expected[:5]] == [model.configs[number] for number in other.choose(5)]
+    assert model.choose(7) == [model.configs.index(config) for config in expected]
 
 
 def test_the_spec_offers_the_strategies_there_are():

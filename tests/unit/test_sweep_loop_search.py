@@ -7,11 +7,14 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from fake_compiler import FakeCompiler
 from sweeping import FAMILIES, SPEC, Notes, by_config
 
 from attnsweep.choose import search
 from attnsweep.choose.strategies import gp
+from attnsweep.compile.candidate import Build
 from attnsweep.compile.launches import FirstTimes
+from attnsweep.compile.nvrtc import NOW, SOON
 from attnsweep.core.trial import Status
 from attnsweep.family.family import Config
 from attnsweep.sweep import candidates, loop, session
@@ -50,6 +53,26 @@ baselines: []
 measure: {{rounds: 4, finalists: 3}}
 search: {{strategy: gp, candidates: 6, seed: 4}}
 """
+
+
+@pytest.mark.usefixtures("model")
+@pytest.mark.parametrize(("threads", "ahead"), [(2, 0), (9, 2), (64, 3)])
+def test_threads_with_nothing_to_do_compile_what_is_likely_to_come(go, monkeypatch, stops, threads, ahead):
+    stops(LEAST=2, BATCH=5, FEW=2, PATIENCE=1)
+    asked, submit = [], Build.submit
+
+    def noted(self, turn=NOW):
+        asked.append((turn, self.config["THREADS"]))
+        submit(self, turn)
+
+    monkeypatch.setattr(Build, "submit", noted)
+    monkeypatch.setattr(FakeCompiler, "threads", threads)
+    go(MANY)
+    first = [threads for turn, threads in asked if turn == NOW][:2]
+    soon = [threads for turn, threads in asked if turn == SOON]
+    assert len(soon) >= ahead
+    assert not {*soon[:ahead]} & {*first}
+    assert bool(soon) == bool(ahead)
 
 
 @pytest.fixture

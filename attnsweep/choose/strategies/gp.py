@@ -68,7 +68,7 @@ def gp(
     candidates: int | None,
     seed: int,
     history: Sequence[History] | None = None,
-) -> Generator[Config | None, list[Trial], str]:
+) -> Generator[Config | tuple[Config, ...] | None, list[Trial], str]:
     """Batches of greatest expected improvement; returns why it stopped.
 
     history: times of this family on other problems (default: what the package ships). seed breaks
@@ -91,6 +91,8 @@ def gp(
             told: list[Trial] = []
             for number in batch:
                 told += yield model.configs[number]
+            if len(told) < len(batch):
+                told += yield model.likely(BATCH - len(batch))
             while len(told) < len(batch):  # the sweep asks ahead, so wait for its answers
                 told += yield None
             model.learn(batch, told)
@@ -153,6 +155,17 @@ class Model:
             self.covariance -= np.outer(self.gains[chosen], column)
             batch.append(chosen)
         return batch
+
+    def likely(self, size: int) -> tuple[Config, ...]:
+        """What it would choose next if all that is chosen took the time that is expected."""
+        if size < 1:
+            return ()
+        kept = dict(self.gains), dict(self.variances), self.covariance.copy()
+        try:
+            batch = self.choose(min(size, len(self.configs) - len(self.gains)))
+        finally:
+            self.gains, self.variances, self.covariance = kept
+        return tuple(self.configs[number] for number in batch)
 
     def learn(self, batch: Sequence[int], told: Sequence[Trial]) -> None:
         """Take in the rows of a batch."""
