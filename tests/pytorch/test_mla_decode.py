@@ -1,6 +1,8 @@
 """`mla_decode`: what calls mean, what is refused, the answer without a kernel, and what the kernel gets."""
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -421,7 +423,9 @@ def test_what_the_kernel_does_not_serve_is_explained_and_answered(card, change, 
     assert torch.isfinite(out).all()
 
 
-def test_flash_attention_3_gets_what_the_kernel_does_not_serve(card, monkeypatch):
+@pytest.mark.parametrize("off", [False, True])
+def test_flash_attention_3_gets_what_the_kernel_does_not_serve(card, monkeypatch, off):
+    """off: its build lacks the kernel, and would compute 64 of 512 columns without a word."""
     (q, k, v), options = in_parts(arguments()[1], PROBLEM.scale)
     given = []
 
@@ -429,10 +433,15 @@ def test_flash_attention_3_gets_what_the_kernel_does_not_serve(card, monkeypatch
         given.append((*tensors, how["qv"]))
         return torch.ones(4, 3, 20, 512), torch.zeros(4, 20, 3)
 
+    flash.__module__ = "flash_attn_interface"
+    config = SimpleNamespace(CONFIG={"build_flags": {"FLASH_ATTENTION_DISABLE_HDIMDIFF64": off}})
+    monkeypatch.setitem(sys.modules, "flash_attn_config", config)
     monkeypatch.setattr(others, "_flash_3", lambda: flash)
     apart = k.clone()
-    assert (attnsweep.flash_attn_with_kvcache(q, apart, v, **options) == 1).all()
-    assert all(mine is theirs for mine, theirs in zip(given[0], (q, apart, v, options["qv"]), strict=True))
+    out = attnsweep.flash_attn_with_kvcache(q, apart, v, **options)
+    assert (out == 1).all() != off
+    theirs = [] if off else [(q, apart, v, options["qv"])]
+    assert [[*map(id, each)] for each in given] == [[*map(id, each)] for each in theirs]
     assert card == []
 
 
