@@ -151,5 +151,7 @@ def _workspaces(sizes: Mapping[str, int], index: int, stream: int) -> dict[str, 
         found = _spaces[key] = {}
     for name, size in sizes.items():
         if name not in found or found[name].numel() < size:
-            found[name] = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{index}")
+            # A graph fills what begins at 0 in each replay: partial results need not.
+            made = torch.empty if name.startswith("partial") else torch.zeros
+            found[name] = made(size, dtype=torch.uint8, device=f"cuda:{index}")
     return found

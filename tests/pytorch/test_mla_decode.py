@@ -180,10 +180,11 @@ def card(monkeypatch):
         def issue(self, addresses, stream):
             self.append(dict(zip(mla._NAMES, addresses, strict=True)))
 
-    made, zeros = Launches(), torch.zeros
+    made, zeros, empty = Launches(), torch.zeros, torch.empty
     monkeypatch.setattr(launch, "_spaces", {})
     monkeypatch.setattr(launch, "is_capturing", lambda: False)
     monkeypatch.setattr(torch, "zeros", lambda *of, device=None, **how: zeros(*of, **how))
+    monkeypatch.setattr(torch, "empty", lambda *of, device=None, **how: empty(*of, **how))
     monkeypatch.setattr(mla, "_plans", {})
     monkeypatch.setattr(mla, "arch_of", lambda _: ARCHS["sm_90a"])
     monkeypatch.setattr(mla, "name_of", lambda _: "H200")
