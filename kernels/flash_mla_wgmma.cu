@@ -14,10 +14,12 @@
 //
 // A block takes tiles of a request left to right. With SPLITS, as many blocks share those of each
 // request, and with PLANNED, they share those of all requests evenly, as the plan stage says; what
-// they store of a part of a request is joined by the combine stage.
+// they store of a part of a request is joined by the combine stage, or with JOIN by the last of
+// them.
 #define EMPTY_ROWS 1  // the device alone knows which rows see no key
 #include "common/hopper/producer.cuh"
 #include "common/ptx/barrier.cuh"
+#include "common/ptx/decode.cuh"
 #include "common/ptx/launch.cuh"
 #include "common/ptx/shared.cuh"
 #include "common/ptx/tma.cuh"
@@ -64,12 +66,15 @@ constexpr int NO_END = 0x7fffffff;
 // By a warp: what each of `parts` blocks has of all tiles, so that all have equally many, if the
 // end of each part of a request counts as COST more. Each takes its share of what is left, and
 // finishes a request for 1/16 more. first_slot: of each request's partial results, and behind the
-// last. It takes from lengths nothing but the balance: any plan is right for any.
+// last. It takes from lengths nothing but the balance: any plan is right for any. counters: of
+// JOIN, which begin at 0, and so does each call.
 extern "C" __global__ void __launch_bounds__(32)
     flash_mla_wgmma_plan(const int* seqused_k, Share* __restrict__ shares,
-                         int* __restrict__ first_slot, int batch, int max_blocks, int parts) {
+                         int* __restrict__ first_slot, unsigned* __restrict__ counters, int batch,
+                         int max_blocks, int parts, int count) {
     const Lengths lengths{seqused_k, max_blocks};
     const int lane = threadIdx.x;
+    for (int i = lane; i < count; i += 32) counters[i] = 0;
     auto tiles_of = [&](int request) {
         return request < batch ? max(ceil_div<BLOCK_N>(lengths.of(request)), 1) : 0;
     };
@@ -151,24 +156,26 @@ enum Part { FIRST, SECOND, REST, PARTS };
 __device__ __forceinline__ constexpr int panels_of(int part) {
     return part == REST ? PANELS - 2 * HALF_PANELS : HALF_PANELS;
 }
-// Named barriers. P_READY, SCORES: of each stage. What waits for P of a stage gives the stage back,
-// so no arrival meets one that has not been waited for.
+// Named barriers. CLEAR_BARRIER: of a warpgroup, and of the next one the next. P_READY, SCORES: of
+// each stage. What waits for P of a stage gives the stage back, so no arrival meets one that has
+// not been waited for.
 constexpr int END_BARRIER = 1, SCORES_READ = 2, CLEAR_BARRIER = 3, P_READY = 5,
               SCORES = P_READY + STAGES;
 static_assert(SCORES + STAGES <= 16, "there are 16");
 
 // Where everything lies in shared memory. factors: of 64 rows, what O is scaled by before P V of a
 // stage; then twice, in turns, what O is multiplied by in the end. grew: of each stage, whether a
-// warp's rows are scaled.
+// warp's rows are scaled. is_last: of each half, whether this block joins the parts of its rows.
 struct Memory {
     unsigned q, keys, barriers;
-    float *factors, *grew;
+    float *factors, *grew, *is_last;
     __device__ __forceinline__ explicit Memory(unsigned char* smem)
         : q(smem_address(smem)),
           keys(q + Q_BYTES),
           factors(reinterpret_cast<float*>(smem + Q_BYTES + STAGES * K_BYTES)),
-          grew(factors + (STAGES + 2) * 64) {
-        barriers = keys + STAGES * K_BYTES + ((STAGES + 2) * 64 + STAGES * 4) * 4;
+          grew(factors + (STAGES + 2) * 64),
+          is_last(grew + STAGES * 4) {
+        barriers = keys + STAGES * K_BYTES + ((STAGES + 2) * 64 + STAGES * 4 + 4) * 4;
     }
     __device__ __forceinline__ unsigned stage(unsigned stage) const {
         return keys + stage * K_BYTES;
@@ -200,6 +207,8 @@ struct Call {
     float factor;  // of the scores: scale * log2(e)
     element_t* o;
     float *lse, *partial, *partial_lse;
+    const int* first_slot;  // with JOIN
+    unsigned* counters;     // of parts that are done: of each request, row tile and half
 
     // The end of the keys that a row sees, of a request of so many; it may be below 0.
     __device__ __forceinline__ KeyRange visible(int row, int length) const {
@@ -215,7 +224,9 @@ struct Item {
 template <class Body>
 __device__ __forceinline__ void for_each_item(const Call& call, Body body) {
     const int block = blockIdx.y;
-    const Share share = PLANNED ? call.shares[block] : Share{blockIdx.z, 0, blockIdx.z, NO_END};
+    const Share share =
+        PLANNED ? call.shares[block]
+                : Share{static_cast<int>(blockIdx.z), 0, static_cast<int>(blockIdx.z), NO_END};
 #pragma unroll 1
     for (int request = share.request; request <= share.last; ++request) {
         const int length = call.lengths.of(request), tiles = max(ceil_div<BLOCK_N>(length), 1);
@@ -391,6 +402,76 @@ struct Consumer {
             }
         }
     }
+    // With JOIN, the parts of an item's rows become one, by the last block that comes here. Each
+    // warpgroup joins its columns when all have stored theirs, and their sums before.
+    template <Part P>
+    __device__ __forceinline__ void join(const Item& item) const {
+        if (!JOIN || item.slot < 0) return;
+        const int thread = threadIdx.x % 128, slot = call.first_slot[item.request],
+                  parts = call.first_slot[item.request + 1] - slot;
+        unsigned* counter = call.counters + (item.request * gridDim.x + blockIdx.x) * 2 + P;
+        float* is_last = at.is_last + P;
+        named_barrier_sync(CLEAR_BARRIER + P, 128);
+        if (thread == 0) {
+            const bool last = count_arrival(counter) + 1 == static_cast<unsigned>(parts);
+            if (last) *counter = 0;
+            *is_last = last ? 1.f : 0.f;
+        }
+        named_barrier_sync(CLEAR_BARRIER + P, 128);
+        if (*is_last == 0.f) return;
+        // A thread has 4 columns of every second row, and some rows at once.
+        constexpr int AT_ONCE = 4, CHUNKS = HALF / 4, WAYS = 128 / CHUNKS;
+        const int chunk = thread % CHUNKS, first = blockIdx.x * 64,
+                  end = min(first + 64, call.rows.count);
+#pragma unroll 1
+        for (int top = first + thread / CHUNKS; top < end; top += WAYS * AT_ONCE) {
+            float largest[AT_ONCE], weights[AT_ONCE];
+            float4 sum[AT_ONCE];
+#pragma unroll
+            for (int r = 0; r < AT_ONCE; ++r)
+                largest[r] = minus_infinity(), weights[r] = 0.f, sum[r] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 2
+            for (int part = 0; part < parts; ++part) {
+                float4 x[AT_ONCE];
+                float reference[AT_ONCE];
+#pragma unroll
+                for (int r = 0; r < AT_ONCE; ++r) {
+                    const long long row = static_cast<long long>(slot + part) * call.rows.count +
+                                          min(top + r * WAYS, end - 1);
+                    reference[r] = __ldcg(call.partial_lse + row);
+                    x[r] = __ldcg(reinterpret_cast<const float4*>(call.partial + row * HEAD_DIM_V +
+                                                                  P * HALF) +
+                                  chunk);
+                }
+#pragma unroll
+                for (int r = 0; r < AT_ONCE; ++r) {
+                    const float most = fmaxf(largest[r], reference[r]),
+                                from = most == minus_infinity() ? 0.f : most,
+                                old = exp2_approx(largest[r] - from),
+                                by = exp2_approx(reference[r] - from);
+                    sum[r].x = fmaf(x[r].x, by, sum[r].x * old);
+                    sum[r].y = fmaf(x[r].y, by, sum[r].y * old);
+                    sum[r].z = fmaf(x[r].z, by, sum[r].z * old);
+                    sum[r].w = fmaf(x[r].w, by, sum[r].w * old);
+                    weights[r] = fmaf(weights[r], old, by);
+                    largest[r] = most;
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < AT_ONCE; ++r) {
+                const int row = top + r * WAYS;
+                if (row >= end) break;
+                const long long own = static_cast<long long>(item.request) * call.rows.count;
+                const float by = largest[r] == minus_infinity() ? 0.f : 1.f / weights[r];
+                *reinterpret_cast<uint2*>(call.o + (own + row) * HEAD_DIM_V + P * HALF +
+                                          chunk * 4) =
+                    make_uint2(pack(sum[r].x * by, sum[r].y * by),
+                               pack(sum[r].z * by, sum[r].w * by));
+                if (LSE && P == FIRST && chunk == 0)
+                    call.lse[own + call.rows.of_lse(row)] = (largest[r] + log2f(weights[r])) * LN2;
+            }
+        }
+    }
     __device__ __forceinline__ void store_sums(const Item& item, const Softmax& rows) const {
         if (lane % 4 != 0) return;
 #pragma unroll
@@ -453,9 +534,10 @@ struct Consumer {
             float* last = factors(STAGES + turn);
             if (lane % 4 == 0) last[0] = by_low, last[8] = by_high;
             turn ^= 1;
+            store_sums(item, rows);
             named_barrier_sync(END_BARRIER, CONSUMERS);
             store<FIRST>(item, out, by_low, by_high);
-            store_sums(item, rows);
+            join<FIRST>(item);
         });
     }
     __device__ __forceinline__ void second() {
@@ -478,6 +560,7 @@ struct Consumer {
             const float* last = factors(STAGES + turn);
             turn ^= 1;
             store<SECOND>(item, out, last[0], last[8]);
+            join<SECOND>(item);
         });
     }
 };
@@ -488,8 +571,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     flash_mla_wgmma(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap values,
                     const __grid_constant__ TensorMap rest, const int* seqused_k,
                     const int* block_table, const Share* shares, element_t* o, float* lse,
-                    float* partial, float* partial_lse, int count, int heads, int queries,
-                    int apart, int max_blocks, int table_row, float factor) {
+                    float* partial, float* partial_lse, const int* first_slot, unsigned* counters,
+                    int count, int heads, int queries, int apart, int max_blocks, int table_row,
+                    float factor) {
     extern __shared__ __align__(1024) unsigned char smem[];
     const Memory at(smem);
     const Call call{{count, heads, queries, apart},
@@ -501,7 +585,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     o,
                     lse,
                     partial,
-                    partial_lse};
+                    partial_lse,
+                    first_slot,
+                    counters};
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be uniform
     if (threadIdx.x == CONSUMERS) at.init();
     __syncthreads();

@@ -22,6 +22,13 @@ kernel = Family(
             "many more",
             absent=0,
         ),
+        Param(
+            "JOIN",
+            (0, 1),
+            "1: of a plan's parts of a request the last block to end joins them, and no combine "
+            "stage runs",
+            absent=0,
+        ),
         Param("LSE", (0,), "1: the log-sum-exp of every row goes to the workspace `lse`"),
     ),
     min_arch="sm_90a",
@@ -69,8 +76,8 @@ def tile_bytes(of: int, p: Problem) -> int:
 
 
 def state_bytes(stages: int) -> int:
-    """Bytes of factors of rows, and of barriers."""
-    return 4 * (64 * (stages + 2) + 4 * stages) + 16 * (3 * stages + 1)
+    """Bytes of factors of rows, flags of warps, and barriers."""
+    return 4 * (64 * (stages + 2) + 4 * (stages + 1)) + 16 * (3 * stages + 1)
 
 
 def smem_bytes(c: Config, p: Problem, stages: int) -> int:
@@ -86,9 +93,9 @@ def stages(c: Config, p: Problem, arch: Arch) -> int:
 # fmt: off
 kernel.keep_if(
     ("known_values", "switches are 0 or 1; a tile has 32 or 64 keys",
-     lambda c, p, arch: max(c.LAG, c.LSE) < 2 and c.BLOCK_N in (32, 64) and c.PLAN >= 0),
-    ("one_cut", "a plan splits requests as it needs",
-     lambda c, p, arch: c.PLAN == 0 or c.SPLITS == 1),
+     lambda c, p, arch: max(c.LAG, c.JOIN, c.LSE) < 2 and c.BLOCK_N in (32, 64) and c.PLAN >= 0),
+    ("one_cut", "a plan splits requests as it needs, and blocks join what a plan has split",
+     lambda c, p, arch: c.SPLITS == 1 if c.PLAN else c.JOIN == 0),
     ("ring_fits", "a ring has room for two tiles",
      lambda c, p, arch: stages(c, p, arch) >= 2),
 )
@@ -110,7 +117,12 @@ def workspace(c, p):
     if c.PLAN:
         of_blocks, of_requests = planned(c)
         made |= {of_blocks: SHARE_BYTES * parts(p, MOST_SMS), of_requests: 4 * (p.batch + 1)}
-    return made
+    return made | ({"counters": 4 * counters(p)} if c.JOIN else {})
+
+
+def counters(p: Problem) -> int:
+    """Counters of the parts that are done: of each half of a request's rows."""
+    return 2 * p.batch * row_tiles(p)
 
 
 def planned(c: Config) -> tuple[str, str]:
@@ -140,13 +152,18 @@ def plan(c, p, arch):
         function="flash_mla_wgmma_plan",
         grid=(1, 1, 1),
         threads=32,
-        args=("seqused_k", *planned(c), p.batch, p.layout.blocks(p.seqlen_k), count),
+        args=(
+            *("seqused_k", *planned(c), "counters" if c.JOIN else "lse"),
+            *(p.batch, p.layout.blocks(p.seqlen_k), count, counters(p) if c.JOIN else 0),
+        ),
         defines={"COST": c.PLAN},
         once=True,
     )
 
 
-@kernel.stage("fwd", params=("BLOCK_N", "LAG", "SPLITS", "LSE"), constants=("HEAD_DIM", "IS_BF16"))
+@kernel.stage(
+    "fwd", params=("BLOCK_N", "LAG", "SPLITS", "JOIN", "LSE"), constants=("HEAD_DIM", "IS_BF16")
+)
 def fwd(c, p, arch):
     entry = hopper.registers_at_entry(arch, THREADS)
     half = hopper.panels(p.value_dim) // 2
@@ -163,6 +180,7 @@ def fwd(c, p, arch):
             map_of_pages(c, p, hopper.panels(p.head_dim) - 2 * half),
             *("seqused_k", "block_table", planned(c)[0] if c.PLAN else "lse", "o", "lse"),
             *(("partial", "partial_lse") if slots(c, p) else ("lse", "lse")),
+            *((planned(c)[1], "counters") if c.JOIN else ("lse", "lse")),
             *(*in_rows(p), *[p.layout.blocks(p.seqlen_k)] * 2, p.scale * LOG2E),
         ),
         smem_bytes=smem_bytes(c, p, stages(c, p, arch)),
@@ -179,7 +197,7 @@ def fwd(c, p, arch):
 
 @kernel.stage("combine", params=("SPLITS", "LSE"), constants=("IS_BF16",))
 def combine(c, p, arch):
-    if not slots(c, p):
+    if not slots(c, p) or c.JOIN:
         return None
     return Launch(
         function="flash_mla_wgmma_combine",

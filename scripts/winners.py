@@ -1,5 +1,7 @@
 """Write table.json and cubins/ in attnsweep/serve/runtime: the winners behind attnsweep.attention.
 
+It also writes how many there are into docs/how-to/use.md.
+
 Usage: python scripts/winners.py [--check]. What is shipped already, of families whose text is the
 same, is not compiled again. The rest needs the NVRTC of the recorded runs, since the machine code
 of another is not what they timed. With --check it writes nothing, needs no NVRTC, and returns 1 if
@@ -13,6 +15,7 @@ import ctypes.util
 import hashlib
 import itertools
 import json
+import re
 import shutil
 import statistics
 import sys
@@ -35,6 +38,7 @@ from attnsweep.serve.runtime.table import ALIGNMENT, BASE, WINDOW, Code, read_ta
 ROOT = Path(__file__).parent.parent
 PLACE = ROOT / "attnsweep" / "serve" / "runtime"
 TABLE, CUBINS = PLACE / "table.json", PLACE / "cubins"
+PAGE, TOLD = ROOT / "docs" / "how-to" / "use.md", re.compile(r"\d+( kernels\s+in\s+)\d+( KiB)")
 # Most bytes of an archive, and cubins of the base, whose bytes others repeat; a first call unpacks
 # the base and one archive, 8 MB at most. 1074 kernels unpacked in 26 ms of a first call so, at most
 # 28. Archives of half the size took 10 % more bytes and 20 ms, of twice the size 4 % fewer.
@@ -258,6 +262,9 @@ def main(arguments: Sequence[str]) -> int:
         kernels = len(json.loads(TABLE.read_text(encoding="utf-8"))["kernels"])
         size = sum(path.stat().st_size for path in CUBINS.iterdir()) / 2**10
         print(f"{kernels} kernels, {size:.0f} KiB of cubins")
+        page = PAGE.read_text(encoding="utf-8")
+        told = TOLD.sub(rf"{kernels}\g<1>{size:.0f}\g<2>", page)
+        PAGE.write_text(told, encoding="utf-8")
         factors = longer()
         mean, most = statistics.geometric_mean(factors), max(factors)
         told = (

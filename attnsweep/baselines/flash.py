@@ -194,5 +194,18 @@ FLASH_3 = ("flash_attn_interface", "fa3_fwd_interface")
 """Where builds of FlashAttention-3 keep its function."""
 FORWARD_3 = "_flash_attn_forward"
 
+
+def has_wide_values(module: str) -> bool:
+    """Whether a build of FlashAttention-3 says that it has head_dim 64 beside values of 512.
+
+    One without takes such a call all the same: it computes 64 of the values, and reads no qv.
+    """
+    if module != FLASH_3[0] or not importable("flash_attn_config"):
+        return False
+    flags = importlib.import_module("flash_attn_config").CONFIG["build_flags"]
+    off = [flag for name, flag in flags.items() if name.endswith("DISABLE_HDIMDIFF64")]
+    return off == [False]
+
+
 _NO_FP16 = {"fa3_fwd_interface": "fa3-fwd"}
 _FP16_FIX = "pip install tokenspeed-fa3, or build FlashAttention's hopper/ directory"

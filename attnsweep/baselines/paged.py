@@ -11,7 +11,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.backend import Builder, Unavailable, Way
-from attnsweep.baselines.flash import FLASH_3, changes, installed, loaded, window
+from attnsweep.baselines.flash import (
+    FLASH_3,
+    changes,
+    has_wide_values,
+    installed,
+    loaded,
+    window,
+)
 from attnsweep.core.layouts import Paged
 from attnsweep.core.problem import FULL, Problem
 
@@ -33,6 +40,9 @@ def flash_3(*, ready: bool = False, fp8: bool = False) -> Builder:
         if (layout.cache_dtype is not None) != fp8:
             what = "its queries are FP8 if the cache is" if not fp8 else "the cache is not FP8"
             raise Unavailable(f"FlashAttention-3: {what}")
+        if problem.value_in_key and not has_wide_values(module):
+            what = "the installed build has no head_dim 64 beside values of 512, and so reads no qv"
+            raise Unavailable(f"FlashAttention-3: {what}: build its hopper/ directory with it")
         attention = functools.cache(lambda: loaded(module).flash_attn_with_kvcache)
         table, lengths = _table(torch, problem)
         options: dict[str, Any] = {"causal": problem.mask.interval.right == 0, **window(problem)}

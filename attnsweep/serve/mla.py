@@ -25,7 +25,15 @@ from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, Family
 from attnsweep.serve.known_calls import KnownCalls
 from attnsweep.serve.paged_call import DTYPES, Arguments
-from attnsweep.serve.paged_launch import Kernel, arch_of, bound, current_device, name_of, raw_stream
+from attnsweep.serve.paged_launch import (
+    Kept,
+    Kernel,
+    arch_of,
+    bound,
+    current_device,
+    name_of,
+    raw_stream,
+)
 from attnsweep.serve.paged_others import by_others
 from attnsweep.serve.runtime.dispatch import Explanation
 from attnsweep.serve.runtime.driver import BoundLaunches, DriverError, StridedTensor
@@ -36,9 +44,14 @@ _CONFIG, _PLAN = {"BLOCK_N": 64, "LAG": 1}, 2
 _MOST_KINDS = 4096
 _ANY_BLOCKS = 2**24  # pages of a request that a plan takes
 _NAMES = (
-    *("q", "k", "v", "o", "block_table", "seqused_k", "lse", "partial", "partial_lse"),
-    *("shares", "first_slot"),
+    *("q", "k", "v", "o", "block_table", "seqused_k", "lse", "shares", "first_slot"),
+    *(_WORKSPACES := ("partial", "partial_lse", "counters")),
 )
+_PLANNED = ("shares", "first_slot")
+# Up to so many parts of a request, in the mean, the last block to end joins them, which saves a
+# launch. The combine stage has many blocks to read more.
+_JOINED = 4
+_empty_like = torch.empty_like
 is_compiling = torch.compiler.is_compiling
 counters: Counter[str] = Counter()
 """Calls of mla_decode by what served them: `kernel`, or why another did."""
@@ -75,15 +88,14 @@ class _Call(NamedTuple):
 
 
 class _Served(NamedTuple):
-    """Launches of calls of a kind, or why there are none; and bytes of their partial results."""
+    """Launches of calls of a kind, or why there are none; and tensors like theirs, see _like."""
 
     why: Explanation
     launches: BoundLaunches | None = None
     device: int = 0
-    of_out: tuple[int, ...] = ()
-    of_lse: tuple[int, ...] | None = None
-    partial: int = 0
-    partial_lse: int = 0
+    out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    kept: Kept = Kept(_WORKSPACES, {})
 
 
 _known: KnownCalls[_Served] = KnownCalls()
@@ -109,28 +121,45 @@ def mla_plan(cache_seqlens: torch.Tensor, rows: int) -> MlaPlan | None:
     batch, index = len(cache_seqlens), cache_seqlens.device.index or 0
     if not cache_seqlens.is_cuda or not batch:
         return None
-    try:
-        launches, sizes = _of_plan(batch, rows, index)
-    except (AttnsweepError, DriverError, OSError):
-        return None
-    made = [cache_seqlens.new_empty(size // 4) for size in sizes]
-    own = {"seqused_k": cache_seqlens, **dict(zip(_NAMES[-2:], made, strict=True))}
-    addresses = tuple(own[name].data_ptr() if name in own else 0 for name in _NAMES)
-    with torch.cuda.device(index):  # its context must be the current one
-        launches.issue(addresses, raw_stream(index))
-    shares, first_slot = made
+    if current_device() != index:
+        with torch.cuda.device(index):  # its context must be the current one
+            return mla_plan(cache_seqlens, rows)
+    known = _plans.get(key := (batch, rows, index))
+    if known is None:
+        try:
+            launches, sizes = _of_plan(*key)
+        except (AttnsweepError, DriverError, OSError):
+            return None
+        if len(_plans) >= _MOST_KINDS:
+            _plans.clear()
+        shares, first_slot = (_like(cache_seqlens, (size // 4,), torch.int32) for size in sizes)
+        known = _plans[key] = launches, shares, first_slot
+    launches, *likes = known
+    shares, first_slot = map(_empty_like, likes)
+    planned = (shares.data_ptr(), first_slot.data_ptr())
+    own = (0, 0, 0, 0, 0, cache_seqlens.data_ptr(), 0, *planned, 0, 0, 0)
+    launches.issue(own, raw_stream(index))
     return MlaPlan(shares, first_slot, rows)
 
 
-@functools.lru_cache(maxsize=256)
+_plans: dict[tuple[int, int, int], tuple[BoundLaunches, torch.Tensor, torch.Tensor]] = {}
+
+
+def _like(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of a shape, without memory: empty_like of it takes half the time of new_empty."""
+    made = tensor.new_empty(shape, dtype=dtype)
+    made.untyped_storage().resize_(0)
+    return made
+
+
 def _of_plan(batch: int, rows: int, index: int) -> tuple[BoundLaunches, list[int]]:
     """The launch of a plan, and the bytes of what it writes."""
-    config = Config({**_CONFIG, "SPLITS": 1, "PLAN": _PLAN, "LSE": 0})
+    config = Config({**_CONFIG, "SPLITS": 1, "PLAN": _PLAN, "JOIN": 0, "LSE": 0})
     problem = _problem(batch, rows, 1, 1, "bf16", causal=True)
     kernel = _kernels(problem, config, index)["plan"]
-    names, (*before, blocks, parts) = kernel.launch.args[1:3], kernel.launch.args
-    assert blocks == 1
-    launch = replace(kernel.launch, args=(*before, _ANY_BLOCKS, parts))
+    names, (*before, blocks, parts, none) = kernel.launch.args[1:3], kernel.launch.args
+    assert (blocks, none) == (1, 0)
+    launch = replace(kernel.launch, args=(*before, _ANY_BLOCKS, parts, none))
     spaces = _family().workspace_of(config, problem)
     kernel = _named(kernel._replace(launch=launch), names)
     return bound([kernel], index, _NAMES), [spaces[str(name)] for name in names]
@@ -159,7 +188,7 @@ def _kernels(problem: Problem, config: Config, index: int) -> dict[str, Kernel]:
 
 def _named(kernel: Kernel, planned: Any) -> Kernel:
     """A kernel that gets what a plan wrote under our names."""
-    ours = dict(zip(planned, _NAMES[-2:], strict=True))
+    ours = dict(zip(planned, _PLANNED, strict=True))
     args = tuple(ours.get(arg, arg) if isinstance(arg, str) else arg for arg in kernel.launch.args)
     return kernel._replace(launch=replace(kernel.launch, args=args))
 
@@ -418,20 +447,22 @@ def _made(call: _Call) -> _Served:
         return _Served(_without("not_served", str(error).splitlines()[0]))
     label = f"{_family().name} {config.label}"
     why = Explanation(label, "kernel", "keys are values too", 0.0, name_of(index))
-    batch, queries, heads, _ = call.q.shape
-    of_out = (batch, queries, heads, HEAD_DIM_V)
-    of_lse = (batch, heads, queries) if call.lse else None
-    partial = spaces.get("partial", 0), spaces.get("partial_lse", 0)
-    return _Served(why, launches, index, of_out, of_lse, *partial)
+    q, (batch, queries, heads, _) = call.q, call.q.shape
+    out = _like(q, (batch, queries, heads, HEAD_DIM_V), q.dtype)
+    lse = _like(q, (batch, heads, queries), torch.float32) if call.lse else None
+    kept = Kept(_WORKSPACES, {name: spaces[name] for name in _WORKSPACES if name in spaces})
+    return _Served(why, launches, index, out, lse, kept)
 
 
 def _config(call: _Call, index: int) -> Config:
     """The config of a call: without a plan, it splits requests where they leave SMs idle."""
     batch, queries, heads, _ = call.q.shape
-    free = arch_of(index).sm_count // (batch * -(-heads * queries // 64))
-    most = min(free, call.table.shape[1])
+    blocks = arch_of(index).sm_count // -(-heads * queries // 64)  # of each row tile
+    most = min(blocks // batch, call.table.shape[1])
     splits = max(n for n in (1, 2, 4, 8, 16) if n == 1 or n <= most)
-    cut = {"SPLITS": splits, "PLAN": 0} if call.shares is None else {"SPLITS": 1, "PLAN": _PLAN}
+    cut = {"SPLITS": splits, "PLAN": 0, "JOIN": 0}
+    if call.shares is not None:
+        cut = {"SPLITS": 1, "PLAN": _PLAN, "JOIN": int(blocks <= _JOINED * batch)}
     return Config({**_CONFIG, **cut, "LSE": int(call.lse)})
 
 
@@ -521,19 +552,17 @@ def _launched(
     at_q, at_k, index = q.data_ptr(), cache.data_ptr(), served.device
     if (at_q | at_k) & 15 or current_device() != index:
         return None
-    out = q.new_empty(served.of_out)
-    lse = None if served.of_lse is None else q.new_empty(served.of_lse, dtype=torch.float32)
-    partial = sums = 0
-    if served.partial:
-        space = q.new_empty(served.partial + served.partial_lse, dtype=torch.uint8)
-        partial, sums = space.data_ptr(), space.data_ptr() + served.partial
+    out = _empty_like(served.out)
+    lse = None if served.lse is None else _empty_like(served.lse)
+    stream = raw_stream(index)
     addresses = (
         *(at_q, at_k, at_k, out.data_ptr(), table.data_ptr(), lengths.data_ptr()),
-        *(0 if lse is None else lse.data_ptr(), partial, sums),
+        0 if lse is None else lse.data_ptr(),
         0 if shares is None else shares.data_ptr(),
         0 if first_slot is None else first_slot.data_ptr(),
+        *served.kept.at(index, stream),
     )
-    served.launches.issue(addresses, raw_stream(index))  # type: ignore[union-attr]
+    served.launches.issue(addresses, stream)  # type: ignore[union-attr]
     return out, lse
 
 

@@ -1,4 +1,7 @@
-"""Launches of kernels for calls on a paged cache: compiled when first met, and bound to a card."""
+"""Launches of kernels for calls on a paged cache: compiled when first met, and bound to a card.
+
+Their workspaces are kept, by stream.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ from attnsweep.core.hardware import Arch, arch_named
 from attnsweep.family.family import Launch
 from attnsweep.serve.runtime.driver import BoundLaunches, Device, StridedTensor, cuda_driver
 
+# Graphs whose workspaces are kept: one is in use until its capture ends.
+_MOST_CAPTURES = 8
 _devices: dict[int, Device] = {}
 _lock = threading.Lock()
 current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -98,3 +103,55 @@ def bound(
         if index not in _devices:
             _devices[index] = Device(_Cubins(), cuda_driver(), index)  # type: ignore[arg-type]
     return _devices[index].launches(launches, codes, tensors or {}, names)
+
+
+class Kept:
+    """Workspaces of the calls of one kind: where they are, on each stream.
+
+    names: in the order of their addresses; those without a size are at 0.
+    """
+
+    def __init__(self, names: Sequence[str], sizes: Mapping[str, int]) -> None:
+        self._names, self._sizes = names, sizes
+        self._none = (0,) * len(names)
+        # Addresses on a stream, and what keeps them.
+        self._found: dict[int, tuple[tuple[int, ...], Any]] = {}
+
+    def at(self, index: int, stream: int) -> tuple[int, ...]:
+        """The addresses of a call's workspaces on a stream of a device."""
+        if not self._sizes:
+            return self._none
+        capturing = is_capturing()
+        found = None if capturing else self._found.get(stream)
+        if found is None:
+            spaces = _workspaces(self._sizes, index, stream)
+            made = tuple(spaces[name].data_ptr() if name in spaces else 0 for name in self._names)
+            found = made, dict(spaces)
+            if not capturing:
+                self._found[stream] = found
+        return found[0]
+
+
+# Memory of the calls of one stream, or of one capture: counters begin at 0, and end there.
+_spaces: dict[tuple[int, int, int], dict[str, torch.Tensor]] = {}
+
+
+def _workspaces(sizes: Mapping[str, int], index: int, stream: int) -> dict[str, torch.Tensor]:
+    """Each workspace of a stream, at least as large as asked for."""
+    capture = 0
+    if is_capturing():
+        driver = cuda_driver()
+        capture = int(driver.cuStreamGetCaptureInfo(driver.CUstream(stream))[2])
+    key = (index, stream, capture)
+    found = _spaces.get(key)
+    if found is None:
+        captures = [each for each in _spaces if each[2]]
+        for old in captures[: max(0, len(captures) - _MOST_CAPTURES + 1)]:
+            del _spaces[old]
+        found = _spaces[key] = {}
+    for name, size in sizes.items():
+        if name not in found or found[name].numel() < size:
+            # A graph fills what begins at 0 in each replay: partial results need not.
+            made = torch.empty if name.startswith("partial") else torch.zeros
+            found[name] = made(size, dtype=torch.uint8, device=f"cuda:{index}")
+    return found

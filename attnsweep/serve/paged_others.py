@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 
+from attnsweep.baselines.flash import FLASH_3, has_wide_values
 from attnsweep.serve.paged_call import FP8, Arguments
 from attnsweep.serve.runtime.pytorch_calls import attend
-
-_FLASH_3 = ("flash_attn_interface", "fa3_fwd_interface")
 
 
 def by_others(call: Arguments) -> tuple[Any, Any]:
     """The answer of FlashAttention-3 if it is installed and takes the call, or of PyTorch."""
-    if call.q.is_cuda and call.sinks is None and (flash := _flash_3()) is not None:
+    flash = _flash_3() if call.q.is_cuda and call.sinks is None else None
+    if flash is not None and call.v.shape[-1] > call.q.shape[-1]:
+        flash = flash if has_wide_values(flash.__module__) else None
+    if flash is not None:
         options: dict[str, Any] = {"softmax_scale": call.scale, "softcap": call.softcap}
         options |= {"causal": call.sides[1] == 0, "window_size": call.sides}
         if call.k_scale is None:
@@ -44,7 +46,7 @@ def by_others(call: Arguments) -> tuple[Any, Any]:
 @functools.cache
 def _flash_3() -> Any:
     """FlashAttention-3's function, if it is installed."""
-    for name in _FLASH_3:
+    for name in FLASH_3:
         if importlib.util.find_spec(name) is not None:
             try:
                 return importlib.import_module(name).flash_attn_with_kvcache

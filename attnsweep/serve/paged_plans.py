@@ -26,15 +26,10 @@ from attnsweep.core.scores import Scores
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, Family, Launch
 from attnsweep.serve.paged_call import DTYPES, STORED, Arguments
-from attnsweep.serve.paged_launch import Kernel, arch_of, bound, is_capturing, name_of
+from attnsweep.serve.paged_launch import Kept, Kernel, arch_of, bound, name_of
 from attnsweep.serve.paged_others import has_flash_3
 from attnsweep.serve.runtime.dispatch import Explanation
-from attnsweep.serve.runtime.driver import (
-    BoundLaunches,
-    DriverError,
-    StridedTensor,
-    cuda_driver,
-)
+from attnsweep.serve.runtime.driver import BoundLaunches, DriverError, StridedTensor
 
 DECODE, APPEND = "decode_paged_mma", "append_paged_wgmma"
 TIMES = Path(__file__).with_name("paged_times.json")
@@ -44,8 +39,6 @@ _SLOWER = 0.97
 _LEFT_OUT = 1.3
 # Packed rows of a key head that are decoded at most: each eight or sixteen read its keys again.
 _MOST_DECODED = 128
-# Graphs whose workspaces are kept: one is in use until its capture ends.
-_MOST_CAPTURES = 8
 # Plans that are kept; an engine meets one for each width of its tables.
 _MOST_KINDS = 4096
 _UNLIMITED = 2**30  # a side of a window
@@ -64,21 +57,12 @@ class Plan:
 
     why: Explanation
     launches: BoundLaunches | None = None
-    workspaces: Mapping[str, int] = field(default_factory=dict)
-    tails: dict[int, tuple[tuple[int, ...], Any]] = field(default_factory=dict)
-    """Addresses of the workspaces on a stream, and what keeps them."""
+    kept: Kept = field(default_factory=lambda: Kept(_WORKSPACES, {}))
 
     def tail(self, index: int, stream: int, runs: torch.Tensor | None) -> tuple[int, ...]:
         """Addresses of the workspaces of a call; the last is that of the runs, if it has them."""
-        capturing = is_capturing()
-        found = None if capturing else self.tails.get(stream)
-        if found is None:
-            spaces = _spaces.of(self.workspaces, index, stream)
-            made = tuple(spaces[name].data_ptr() if name in spaces else 0 for name in _WORKSPACES)
-            found = made, dict(spaces)
-            if not capturing:
-                self.tails[stream] = found
-        return found[0] if runs is None else (*found[0][:-1], runs.data_ptr())
+        found = self.kept.at(index, stream)
+        return found if runs is None else (*found[:-1], runs.data_ptr())
 
 
 @functools.cache
@@ -406,7 +390,11 @@ def _made(call: Arguments, scheduled: Config | None) -> Plan:
     if scheduled is not None:
         spaces.pop("runs", None)
     own = f"{choice.family} {choice.config.label}"
-    return Plan(Explanation(own, "kernel", choice.said, 0.0, name_of(index)), launches, spaces)
+    return Plan(
+        Explanation(own, "kernel", choice.said, 0.0, name_of(index)),
+        launches,
+        Kept(_WORKSPACES, spaces),
+    )
 
 
 def _decoding(choice: _Choice, call: Arguments, index: int) -> BoundLaunches:
@@ -478,31 +466,3 @@ def _unaligned(call: Arguments) -> str | None:
     if call.k_scale is not None and call.k_scale.stride() != call.v_scale.stride():  # type: ignore[union-attr]
         return "k_descale and v_descale have other strides"
     return None
-
-
-class _Workspaces:
-    """Memory of the calls of one stream, or of one capture: counters begin at 0, and end there."""
-
-    def __init__(self) -> None:
-        self._of: dict[tuple[Any, ...], dict[str, torch.Tensor]] = {}
-
-    def of(self, sizes: Mapping[str, int], index: int, stream: int) -> dict[str, torch.Tensor]:
-        """Each workspace, at least as large as asked for."""
-        capture = 0
-        if is_capturing():
-            driver = cuda_driver()
-            capture = int(driver.cuStreamGetCaptureInfo(driver.CUstream(stream))[2])
-        key = (index, stream, capture)
-        found = self._of.get(key)
-        if found is None:
-            captures = [each for each in self._of if each[2]]
-            for old in captures[: max(0, len(captures) - _MOST_CAPTURES + 1)]:
-                del self._of[old]
-            found = self._of[key] = {}
-        for name, size in sizes.items():
-            if name not in found or found[name].numel() < size:
-                found[name] = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{index}")
-        return found
-
-
-_spaces = _Workspaces()

@@ -78,6 +78,34 @@ def test_with_a_plan_and_without_and_replayed_with_other_lengths(heads, rows):
         cache.check(out)
 
 
+@pytest.mark.parametrize(("heads", "rows"), [(16, 1), (16, 4), (128, 1)])
+def test_many_requests_whose_parts_the_last_block_joins(heads, rows):
+    """In one launch: on two streams at the same time and in a graph, always the same bits."""
+    cache = Cache(heads, rows, LENGTHS[0] * 8)
+    plan = mla.mla_plan(cache.lengths, heads * rows)
+    out = cache.call(plan)
+    cache.check(out)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        cache.call(plan)
+        torch.cuda.synchronize()
+    launched = [each.name for each in profile.events() if "flash_mla" in each.name]
+    assert launched == ["flash_mla_wgmma"]
+    streams, made = [torch.cuda.Stream() for _ in range(2)], []
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                made.append(cache.call(plan))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = [cache.call(plan) for _ in range(3)]
+    for _ in range(2):
+        graph.replay()
+        assert all(torch.equal(each, out) for each in (*made, *replayed))
+
+
 @pytest.mark.parametrize("form", ["mla_decode", "qv"])
 @pytest.mark.parametrize("heads", [4, 16, 128])
 def test_a_model_of_deepseeks_kind_decodes_with_absorbed_weights(heads, form):

@@ -1,6 +1,8 @@
 """`mla_decode`: what calls mean, what is refused, the answer without a kernel, and what the kernel gets."""
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ torch = pytest.importorskip("torch")
 mla = pytest.importorskip("attnsweep.serve.mla")
 others = pytest.importorskip("attnsweep.serve.paged_others")
 paged = pytest.importorskip("attnsweep.serve.paged_attention")
+launch = pytest.importorskip("attnsweep.serve.paged_launch")
 
 PROBLEM = Problem.parse("(4,20/1,3x150,576/512) bf16 causal paged(64,1x150+1x64+1x0+1x2) value_in_key")
 
@@ -86,9 +89,7 @@ def test_the_kernel_gets_what_an_engine_has(monkeypatch, sms, planned, apart):
         q = call.q
     sizes = {}
     if planned:
-        mla._of_plan.cache_clear()
         _, spaces = mla._of_plan(4, 60, 0)
-        mla._of_plan.cache_clear()
         sizes = dict(zip(("shares", "first_slot"), spaces, strict=True))
         call = call._replace(shares=lengths, first_slot=lengths)
     kernels, spaces = mla._of_call(call, mla._config(call, 0), 0)
@@ -120,6 +121,7 @@ def test_the_kernel_gets_what_an_engine_has(monkeypatch, sms, planned, apart):
         bits |= {
             "block_table": table.as_strided((table.stride(0) * 4 - 4,), (1,)).numpy(),
             "seqused_k": lengths.numpy(),
+            "counters": np.zeros(spaces.get("counters", 0), np.uint8),
         }
         left = simulator.run(stages, bits, {"o": 2 * 4 * 60 * 512}, sizes)
     out = torch.from_numpy(left["o"].view(np.int16)).view(torch.bfloat16).view(4, 3, 20, 512)
@@ -178,7 +180,12 @@ def card(monkeypatch):
         def issue(self, addresses, stream):
             self.append(dict(zip(mla._NAMES, addresses, strict=True)))
 
-    made = Launches()
+    made, zeros, empty = Launches(), torch.zeros, torch.empty
+    monkeypatch.setattr(launch, "_spaces", {})
+    monkeypatch.setattr(launch, "is_capturing", lambda: False)
+    monkeypatch.setattr(torch, "zeros", lambda *of, device=None, **how: zeros(*of, **how))
+    monkeypatch.setattr(torch, "empty", lambda *of, device=None, **how: empty(*of, **how))
+    monkeypatch.setattr(mla, "_plans", {})
     monkeypatch.setattr(mla, "arch_of", lambda _: ARCHS["sm_90a"])
     monkeypatch.setattr(mla, "name_of", lambda _: "H200")
     monkeypatch.setattr(mla, "bound", lambda *_: made)
@@ -270,6 +277,47 @@ def test_an_address_that_the_kernel_cannot_take_is_answered_by_others(card):
     out = attnsweep.mla_decode(odd, *given[1:], softmax_scale=PROBLEM.scale)
     assert (len(card), mla.counters) == (1, {"kernel": 1, "layout": 1})
     assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize(("sms", "stages"), [(132, ["fwd", "combine"]), (16, ["fwd"])])
+def test_a_planned_call_is_one_launch_where_its_requests_have_few_parts(card, monkeypatch, sms, stages):
+    bound = []
+    monkeypatch.setattr(mla, "arch_of", lambda _: replace(ARCHS["sm_90a"], sm_count=sms))
+    monkeypatch.setattr(mla, "bound", lambda kernels, *_: bound.extend(kernels) or card)
+    given = arguments()[1]
+    attnsweep.mla_decode(*given, softmax_scale=PROBLEM.scale, plan=plan_of(given))
+    functions = {"fwd": "flash_mla_wgmma", "combine": "flash_mla_wgmma_combine"}
+    assert [kernel.launch.function for kernel in bound] == [functions[stage] for stage in stages]
+    assert bool(card[0]["counters"]) == (len(stages) == 1)
+
+
+def test_workspaces_are_kept_for_each_stream_and_each_capture(card, monkeypatch):
+    """Counters are 0 when a call begins, so that no two calls that may overlap have the same ones."""
+    monkeypatch.setattr(mla, "arch_of", lambda _: replace(ARCHS["sm_90a"], sm_count=16))
+    given, capture = arguments()[1], [0]
+    given[0] = given[0].contiguous()
+    driver = SimpleNamespace(CUstream=int, cuStreamGetCaptureInfo=lambda _: (0, 1, capture[0]))
+    monkeypatch.setattr(launch, "cuda_driver", lambda: driver)
+    monkeypatch.setattr(launch, "is_capturing", lambda: capture[0] > 0)
+    where = {}
+    for stream, capture[0] in ((7, 0), (7, 0), (8, 0), (7, 1), (7, 1), (7, 2), (7, 0), (8, 0)):
+        monkeypatch.setattr(mla, "raw_stream", lambda _, stream=stream: stream)
+        attnsweep.mla_decode(*given, softmax_scale=PROBLEM.scale, plan=plan_of(given))
+        own = tuple(card[-1][name] for name in ("partial", "partial_lse", "counters"))
+        assert all(own)
+        assert where.setdefault((stream, capture[0]), own) == own
+    every = [address for own in where.values() for address in own]
+    assert len(set(every)) == len(every) == 12
+    assert not any(spaces["counters"].any() for spaces in launch._spaces.values())
+
+
+def test_a_plan_is_made_by_one_launch_each_time(card):
+    lengths = arguments()[1][3]
+    plans = [attnsweep.mla_plan(lengths, 60) for _ in range(2)]
+    for made, plan in zip(card, plans, strict=True):
+        assert (made["shares"], made["first_slot"]) == (plan.shares.data_ptr(), plan.first_slot.data_ptr())
+        assert (made["seqused_k"], plan.first_slot.shape, plan.rows) == (lengths.data_ptr(), (5,), 60)
+    assert plans[0].shares.data_ptr() != plans[1].shares.data_ptr()
 
 
 def test_a_plan_has_rows():
@@ -421,7 +469,9 @@ def test_what_the_kernel_does_not_serve_is_explained_and_answered(card, change, 
     assert torch.isfinite(out).all()
 
 
-def test_flash_attention_3_gets_what_the_kernel_does_not_serve(card, monkeypatch):
+@pytest.mark.parametrize("off", [False, True])
+def test_flash_attention_3_gets_what_the_kernel_does_not_serve(card, monkeypatch, off):
+    """off: its build lacks the kernel, and would compute 64 of 512 columns without a word."""
     (q, k, v), options = in_parts(arguments()[1], PROBLEM.scale)
     given = []
 
@@ -429,10 +479,15 @@ def test_flash_attention_3_gets_what_the_kernel_does_not_serve(card, monkeypatch
         given.append((*tensors, how["qv"]))
         return torch.ones(4, 3, 20, 512), torch.zeros(4, 20, 3)
 
+    flash.__module__ = "flash_attn_interface"
+    config = SimpleNamespace(CONFIG={"build_flags": {"FLASH_ATTENTION_DISABLE_HDIMDIFF64": off}})
+    monkeypatch.setitem(sys.modules, "flash_attn_config", config)
     monkeypatch.setattr(others, "_flash_3", lambda: flash)
     apart = k.clone()
-    assert (attnsweep.flash_attn_with_kvcache(q, apart, v, **options) == 1).all()
-    assert all(mine is theirs for mine, theirs in zip(given[0], (q, apart, v, options["qv"]), strict=True))
+    out = attnsweep.flash_attn_with_kvcache(q, apart, v, **options)
+    assert (out == 1).all() != off
+    theirs = [] if off else [(q, apart, v, options["qv"])]
+    assert [[*map(id, each)] for each in given] == [[*map(id, each)] for each in theirs]
     assert card == []
 
 

@@ -203,7 +203,6 @@ def launches(monkeypatch):
         monkeypatch.setattr(module, "plan_of", lambda call, config=None: made.planned.append(call) or plan)
     monkeypatch.setattr(paged, "current_device", lambda: 0)
     monkeypatch.setattr(paged, "raw_stream", lambda _: 7)
-    monkeypatch.setattr(plans, "is_capturing", lambda: False)
     monkeypatch.setattr(paged.known_calls, "kinds", ())
     return made
 

@@ -62,7 +62,8 @@ def test_h100_and_h200_are_known_and_every_cubin_is_whole():
 
 def test_they_are_small():
     size = sum(path.stat().st_size for path in (PLACE / CUBINS).iterdir())
-    assert size < 1300 * 2**10
+    # Of a wheel that may have 5 MB. Kernels within 2 % of others are left out already.
+    assert size < 1400 * 2**10
     raw = json.loads((PLACE / TABLE).read_text())
     page = " ".join((ROOT / "docs" / "how-to" / "use.md").read_text().split())
     told = f"{len(raw['kernels'])} kernels in {size / 2**10:.0f} KiB, of NVRTC {raw['nvrtc']}"

@@ -43,6 +43,9 @@ RUNS = (
     (5, "LAG=0 PLAN=4", latent(66, 1, "1x640", "fp16")),
     (2, "LAG=1 BLOCK_N=32 PLAN=2", latent(16, 2, "1x640", "bf16", "full")),
     (1, "LAG=0 PLAN=2", latent(16, 1, "1x640")),
+    (132, "LAG=1 PLAN=2 JOIN=1", latent(16, 1, "1x640")),
+    (7, "LAG=0 PLAN=4 JOIN=1", latent(66, 1, "1x640", "fp16")),
+    (5, "LAG=1 BLOCK_N=32 PLAN=2 JOIN=1", latent(20, 3, "1x640", "bf16", "full")),
 )
 
 
@@ -71,7 +74,7 @@ def test_random_config_of_random_requests_is_right(simulator, drawn_by, number):
     problem = latent(heads, queries, "+".join(f"1x{length}" for length in lengths), dtype, mask)
     inputs = rng.choice(("normal", "large_scores", "far_above", "one_hot"))
     values = {param.name: rng.choice(param.values) for param in KERNEL.params} | {"LSE": 1}
-    values["SPLITS"] = 1 if values["PLAN"] else values["SPLITS"]
+    values |= {"SPLITS": 1} if values["PLAN"] else {"JOIN": 0}
     arch = replace(ARCH, sm_count=rng.choice((1, 2, 5, 132)))
     try:
         case = Case(problem, inputs)
@@ -82,7 +85,7 @@ def test_random_config_of_random_requests_is_right(simulator, drawn_by, number):
 
 
 @pytest.mark.nightly(push=1)
-@pytest.mark.parametrize("words", ["LAG=0", "LAG=1 BLOCK_N=32 SPLITS=2", "LAG=1 PLAN=2"])
+@pytest.mark.parametrize("words", ["LAG=0", "LAG=1 BLOCK_N=32 SPLITS=2", "LAG=1 PLAN=2", "LAG=1 PLAN=2 JOIN=1"])
 def test_clean_under_the_sanitizers(simulator, words):
     case = Case(latent(3, 2, "1x70+1x0"))
     result = simulator.check(KERNEL, config_of(KERNEL, f"{words} LSE=1"), case, asan=True)
@@ -106,7 +109,7 @@ class Call:
         return left["o"].view(np.uint16).reshape(p.shape_of("o")), lse
 
 
-@pytest.mark.parametrize("words", ["LAG=0", "LAG=1 SPLITS=2", "LAG=1 PLAN=2"])
+@pytest.mark.parametrize("words", ["LAG=0", "LAG=1 SPLITS=2", "LAG=1 PLAN=2", "LAG=1 PLAN=2 JOIN=1"])
 def test_rows_by_query_and_parts_of_a_table_as_engines_have_them(simulator, words):
     call = Call(simulator, latent(20, 3, "1x150+1x2"), words)
     plain, lse = call.run()
@@ -185,9 +188,10 @@ def test_a_plan_gives_each_tile_to_one_block_and_all_blocks_as_many(simulator, l
         assert first_slot[p.batch] == 0
 
 
-def test_a_plan_of_other_lengths_is_right_for_any(simulator):
+@pytest.mark.parametrize("join", [0, 1])
+def test_a_plan_of_other_lengths_is_right_for_any(simulator, join):
     """Engines plan once a step, and a graph may be replayed without: that costs time alone."""
-    call = Call(simulator, latent(16, 2, "1x500+1x300+1x0+1x70"), "PLAN=2", sms=5)
+    call = Call(simulator, latent(16, 2, "1x500+1x300+1x0+1x70"), f"PLAN=2 JOIN={join}", sms=5)
     right, lse = call.run()
     launch, made = call.stages["plan"]
     args = tuple("others" if arg == "seqused_k" else arg for arg in launch.args)
