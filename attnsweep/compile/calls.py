@@ -37,10 +37,10 @@ CONFIGS = "config"
 """The axis of variants that an autotuner's own configs are."""
 
 
-def tracers_of(compiler: Compiler) -> Tracers:
-    """The compiler's tracers, which end with it."""
+def tracers_of(compiler: Compiler, *, cases: bool = True) -> Tracers:
+    """The compiler's tracers, which end with it. cases: see Tracers; the first call decides."""
     if compiler.tracers is None:
-        compiler.tracers = Tracers(compiler.arch, compiler.cache_dir)
+        compiler.tracers = Tracers(compiler.arch, compiler.cache_dir, cases=cases)
     return compiler.tracers
 
 
@@ -175,8 +175,9 @@ class CalledBuild(Build):
 
     def submit(self) -> None:
         """Start to trace and compile the call."""
-        tracer = tracers_of(self.compiler).of(self.kernel.call)
-        traced: Future[Any] = tracer.submit(self.problem, self.config)
+        tracers = tracers_of(self.compiler)
+        tracer = tracers.of(self.kernel.call)
+        traced: Future[Any] = tracer.submit(self.problem, self.config, cases=tracers.cases)
         self.futures["call"] = traced
 
     @property
@@ -201,7 +202,8 @@ class CalledBuild(Build):
         traced, tracer = self.traced, tracers_of(self.compiler).of(self.kernel.call)
         facts = {"function": self.kernel.call, "closure": traced.closure, **tracer.versions}
         covers = THIS_BINARY if traced.cases else "any length, each by code of its own"
-        return {"call": facts | {"covers": traced.why or covers}}
+        known = traced.cases is not None
+        return {"call": facts | ({"covers": traced.why or covers} if known else {})}
 
     @property
     def read_later(self) -> str:
@@ -243,7 +245,7 @@ class CalledBuild(Build):
         """
         tracer, call = tracers_of(self.compiler).of(self.kernel.call), self.kernel.call
         cases, config = called_cases(self.problem), dict(self.config)
-        asked = [tracer.submit(case.problem, config) for case in cases]
+        asked = [tracer.submit(case.problem, config, cases=False) for case in cases]
         checks = tuple(
             CallPlan(case.problem, call, config, str(traced.cache), traced.hashes)
             for case, traced in ((c, f.result()) for c, f in zip(cases, asked, strict=True))

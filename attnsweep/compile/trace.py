@@ -22,8 +22,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ _START = (
 )
 # Seconds that a config may take to be traced and compiled.
 _LIMIT_S = 120.0
-_FORMAT = 4
+_FORMAT = 5
 """Format of an entry; others are made again."""
 
 
@@ -56,8 +56,8 @@ class Traced:
 
     stages: name, machine code and launch of each, in the order of issue. host: digest of the tensor
     operations of a call. closure: digest of the user's files. cases: small cases on which a call
-    launches the same code. why: why it cannot be traced; what it launches is then compiled when it
-    is first called.
+    launches the same code; None if they were not asked for. why: why it cannot be traced; what it
+    launches is then compiled when it is first called.
     """
 
     stages: tuple[tuple[str, Cubin, Launch], ...]
@@ -65,7 +65,7 @@ class Traced:
     host: str
     closure: str
     cache: Path
-    cases: tuple[Case, ...] = ()
+    cases: tuple[Case, ...] | None = ()
     why: str = ""
 
 
@@ -235,20 +235,31 @@ class Tracer:
         except (OSError, ValueError, KeyError):
             return ""
 
-    def submit(self, problem: Problem, values: Mapping[str, Value]) -> Future[Traced]:
-        """Trace and compile a config. Its result raises CompileError with what went wrong."""
+    def submit(
+        self, problem: Problem, values: Mapping[str, Value], *, cases: bool = True
+    ) -> Future[Traced]:
+        """Trace and compile a config. Its result raises CompileError with what went wrong.
+
+        cases: with the small cases that a sweep proves it on, a sixth of the time.
+        """
         key = self.key(problem, values)
         entry = self._cache_dir / key[:2] / key
         done: Future[Traced] = Future()
-        if (kept := self._read(entry)) is not None:
+        config: dict[str, Any] = {"problem": problem.label, "values": dict(values)}
+        kept = self._read(entry)
+        if kept is not None and (kept.cases is not None or not cases):
             done.set_result(kept)
+            return done
+        if kept is not None:
+            asked = self._ask("cases", **config, folder=str(entry))
+            asked.add_done_callback(partial(self._add_cases, entry, kept, done))
             return done
         try:
             entry.parent.mkdir(parents=True, exist_ok=True)
             aside = tempfile.mkdtemp(prefix=".new-", dir=entry.parent)
         except OSError as error:
             raise unwritable(error, entry.parent) from error
-        asked = self._ask("trace", problem=problem.label, values=dict(values), folder=aside)
+        asked = self._ask("trace", **config, folder=aside, cases=cases)
 
         def publish(answer: Future[Any]) -> None:
             try:
@@ -273,6 +284,17 @@ class Tracer:
 
         asked.add_done_callback(publish)
         return done
+
+    def _add_cases(
+        self, entry: Path, kept: Traced, done: Future[Traced], answer: Future[Any]
+    ) -> None:
+        """Keep the cases of an entry that was made without."""
+        try:
+            found = {**json.loads((entry / "trace.json").read_bytes()), "cases": answer.result()}
+            self._keep(entry / "trace.json", found)
+            done.set_result(replace(kept, cases=_cases(found)))
+        except BaseException as error:
+            done.set_exception(error)
 
     def close(self) -> None:
         """End the process; what is not traced by then never is."""
@@ -338,18 +360,20 @@ class Tracer:
                 )
                 stages.append((_stage(launch["function"], number, found["launches"]), cubin, made))
             hashes = frozenset(launch["hash"] for launch in found["launches"])
-            cases = tuple(Case(Problem.parse(label), how) for label, how in found["cases"])
             own = tuple(stages), hashes, found["host"], self.closure, entry / "triton"
-            return Traced(*own, cases, found["why"])
+            return Traced(*own, _cases(found), found["why"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
 
 class Tracers:
-    """The tracers of an architecture, by callable; each begins when it is first asked for."""
+    """The tracers of an architecture, by callable; each begins when it is first asked for.
 
-    def __init__(self, arch: Arch, cache_dir: Path | None = None) -> None:
-        self._arch, self._cache_dir = arch, cache_dir
+    cases: whether configs are to be proved, on small cases that their traces find.
+    """
+
+    def __init__(self, arch: Arch, cache_dir: Path | None = None, *, cases: bool = True) -> None:
+        self._arch, self._cache_dir, self.cases = arch, cache_dir, cases
         self._of: dict[str, Tracer] = {}
 
     def of(self, call: str) -> Tracer:
@@ -368,6 +392,12 @@ class Tracers:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _cases(found: Mapping[str, Any]) -> tuple[Case, ...] | None:
+    """The small cases of an entry; None if they were not asked for."""
+    cases = found["cases"]
+    return None if cases is None else tuple(Case(Problem.parse(p), how) for p, how in cases)
 
 
 def _stage(function: str, number: int, launches: list[dict[str, Any]]) -> str:

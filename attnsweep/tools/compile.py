@@ -48,7 +48,8 @@ def compile_all(
     observer = observer or Observer()
     compiler = compiler_for(spec, arch, cache_dir)
     try:
-        return _compiled(with_calls(spec, tracers_of(compiler)), compiler, limit, observer)
+        known = with_calls(spec, tracers_of(compiler, cases=False))
+        return _compiled(known, compiler, limit, observer)
     finally:
         compiler.close()
 

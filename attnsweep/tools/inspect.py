@@ -165,7 +165,7 @@ def inspect_call(
             raise SpaceError(f"{call} cannot run {problem.label}: {why}", hint="see --problem")
         space = Space.build(family, problem, arch, selection)
         asked = [c for c in space.configs if values.items() <= c.items()] or [Config(values)]
-        made = [(config, tracer.submit(problem, config)) for config in asked]
+        made = [(config, tracer.submit(problem, config, cases=False)) for config in asked]
         configs: list[dict[str, Any]] = []
         codes: dict[object, int] = {}
         for number, (config, traced) in enumerate(made, 1):

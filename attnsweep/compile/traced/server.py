@@ -110,29 +110,49 @@ class Traced:
         """Why the callable takes no call of each problem, or None: its parameters or `supports`."""
         return [self._refusal(Problem.parse(problem)) for problem in problems]
 
-    def trace(self, problem: str, values: dict[str, Any], folder: str) -> dict[str, Any]:
-        """The launches of a call with a config's values, whose cubins are written to a folder."""
-        from attnsweep.compile.traced import fake
+    def cases(self, problem: str, values: dict[str, Any], folder: str) -> list[Any]:  # noqa: ARG002
+        """The `cases` of a trace that was made without; folder: its own, which has its kernels."""
+        shape, (own, left) = Problem.parse(problem), self._split(values)
+        tuned, _ = self._call(shape, own, left)
+        return self._cases(shape, own, left, {launch.hash for launch in tuned.launches})
 
-        shape = Problem.parse(problem)
-        own, left = (values, {}) if self.asked.factory else split(self.function, values)
-        with fake.Operations() as operations:
-            tuned, error = self._call(shape, own, left)
-        if error and not tuned.cannot:
-            raise Unavailable(error)
-        launches, hashes = [], {launch.hash for launch in tuned.launches}
+    def _split(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        return (values, {}) if self.asked.factory else split(self.function, values)
+
+    def _cases(self, shape: Problem, own: Any, left: Any, hashes: set[str]) -> list[Any]:
+        """Small cases on which a call launches the same code, as answers have them."""
 
         def serves(case: Problem) -> bool:
-            """Whether a call launches the same code on another problem."""
             if Problem.parse(case.label) != case:
                 return False
             met, other = self._call(case, own, left, hashes)
             return not other and hashes.issuperset(launch.hash for launch in met.launches)
 
+        cases = served_cases(called_cases(shape), shape, serves)
+        return [(case.problem.label, case.inputs) for case in cases]
+
+    def trace(
+        self, problem: str, values: dict[str, Any], folder: str, cases: bool
+    ) -> dict[str, Any]:
+        """The launches of a call with a config's values, whose cubins are written to a folder.
+
+        cases: find those on which it launches the same code, too.
+        """
+        from attnsweep.compile.traced import fake
+
+        shape, (own, left) = Problem.parse(problem), self._split(values)
+        with fake.Operations() as operations:
+            tuned, error = self._call(shape, own, left)
+        if error and not tuned.cannot:
+            raise Unavailable(error)
+        launches, hashes = [], {launch.hash for launch in tuned.launches}
         unseen = operations.unseen and f"{operations.unseen} may launch kernels of its own"
         why = error or unseen or ("" if hashes else "a call launches no kernel of Triton's")
-        one = why or tuned.of_one_shape
-        cases = () if one else served_cases(called_cases(shape), shape, serves)
+        found: list[Any] | None = None
+        if why or tuned.of_one_shape:
+            found = []
+        elif cases:
+            found = self._cases(shape, own, left, hashes)
         for number, launch in enumerate(tuned.launches):
             facts = asdict(launch)
             Path(folder, f"{number}.cubin").write_bytes(facts.pop("cubin"))
@@ -140,7 +160,7 @@ class Traced:
         return {
             "launches": launches,
             "host": operations.digest,
-            "cases": [(case.problem.label, case.inputs) for case in cases],
+            "cases": found,
             "why": why,
             "files": self.closure(),
         }
