@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -238,20 +238,24 @@ class CalledBuild(Build):
         own = self.kernel.name, dict(self.config), plan, checks, self.kernel.rounds_scores
         return Candidate(*own, deterministic=False, cases=cases)
 
-    def on_any_length(self) -> Candidate:
-        """The candidate with the usual small cases, each compiled anew for its own lengths.
+    def on_any_length(self) -> Callable[[], Candidate]:
+        """Compile the usual small cases, each for its own lengths; returns what waits for them.
 
-        Raises CompileError.
+        That gives the candidate with these cases, or raises CompileError.
         """
         tracer, call = tracers_of(self.compiler).of(self.kernel.call), self.kernel.call
         cases, config = called_cases(self.problem), dict(self.config)
         asked = [tracer.submit(case.problem, config, cases=False) for case in cases]
-        checks = tuple(
-            CallPlan(case.problem, call, config, str(traced.cache), traced.hashes)
-            for case, traced in ((c, f.result()) for c, f in zip(cases, asked, strict=True))
-        )
-        every = cases == small_cases(self.problem)
-        return replace(self.candidate(), checks=checks, cases=None if every else cases)
+
+        def candidate() -> Candidate:
+            checks = tuple(
+                CallPlan(case.problem, call, config, str(traced.cache), traced.hashes)
+                for case, traced in ((c, f.result()) for c, f in zip(cases, asked, strict=True))
+            )
+            every = cases == small_cases(self.problem)
+            return replace(self.candidate(), checks=checks, cases=None if every else cases)
+
+        return candidate
 
     def _as_grouped(self, problem: Problem) -> bool:
         """Whether its groups of heads are the timed problem's: not all launchers have any."""
