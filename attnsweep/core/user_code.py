@@ -20,13 +20,11 @@ from types import ModuleType
 from typing import Any
 
 from attnsweep.core.callables import Asked
-from attnsweep.core.errors import Unavailable, in_short
+from attnsweep.core.errors import Unavailable, in_short, remedy
 from attnsweep.core.problem import Problem
 
 CANNOT_IMPORT = "cannot import"
 """How the reason begins if a callable is not there: that is no verdict about it."""
-_PROJECTS = {"tilelang": "tilelang", "cutlass": "nvidia-cutlass-dsl"}
-"""What is installed for a package of other compilers."""
 
 
 @contextmanager
@@ -85,10 +83,7 @@ def imported(name: str) -> tuple[Any, Callable[..., Any]]:
             module = _of_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
         function: Callable[..., Any] = getattr(module, attribute)
     except BaseException as error:  # a module may raise anything while it is imported
-        why = f"{CANNOT_IMPORT} {name}: {type(error).__name__}: {error}"
-        package = str(getattr(error, "name", None)).partition(".")[0]
-        if isinstance(error, ModuleNotFoundError) and package in _PROJECTS:
-            why += f": pip install {_PROJECTS[package]}"
+        why = f"{CANNOT_IMPORT} {name}: {type(error).__name__}: {error}{remedy(error)}"
         raise Unavailable(why) from error
     what = type(function).__name__
     if not callable(function):

@@ -247,6 +247,12 @@ def test_without_another_compiler_the_sentence_names_its_project(place, package,
     (place / "absent_one.py").write_text(f"raise ModuleNotFoundError('none', name='{package}.language')")
     with pytest.raises(KernelError, match=f"none: pip install {project}$"):
         assert Tracer("absent_one.py:f?factory=true", ARCH, place / "cache").files
+    raised = f"    raise ModuleNotFoundError('none', name='{package}.language')\n"
+    (place / "absent_inside.py").write_text(f"def f(*, problem):\n{raised}")
+    tracer = Tracer("absent_inside.py:f?factory=true", ARCH, place / "cache")
+    with pytest.raises(CompileError, match=rf"none: pip install {project} \(absent_inside.py:2\)$"):
+        tracer.submit(SHORT, {}).result()
+    tracer.close()
 
 
 def test_without_triton_the_sentence_names_the_remedy(programs, place, monkeypatch, tmp_path):
