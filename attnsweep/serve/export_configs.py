@@ -93,8 +93,9 @@ def export_configs(
         write_output(path, text)
     configs = {repr(entry["config"]) for entry in entries}
     return Exported(
-        *(out, function, len(entries), len(configs), sum(map(len, texts.values()))),
+        *(out, function, len(entries), 0, sum(map(len, texts.values()))),
         *((environment.gpu,), left_out),
+        configs=len(configs),
         files=tuple(map(str, texts)),
         portfolio=portfolio,
     )
