@@ -94,12 +94,13 @@ def imported(name: str) -> tuple[Any, Callable[..., Any]]:
 def _of_file(path: Path) -> ModuleType:
     """The module of a file, which finds other files of its directory."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.is_file():
+    if spec is None or not path.is_file():
         raise FileNotFoundError(f"{path} is not there")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.resolve().parent))  # it may import them when it is called, too
     sys.modules[path.stem] = module  # where decorators of kernels look for their source
-    spec.loader.exec_module(module)
+    # Bytecode that Python keeps is stale if a file of the same length was edited within a second.
+    exec(compile(path.read_bytes(), str(spec.origin), "exec"), vars(module))
     return module
 
 
