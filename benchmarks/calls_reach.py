@@ -45,11 +45,10 @@ from attnsweep.bench.gpu import WorkerError
 from attnsweep.bench.worker import Worker
 from attnsweep.choose.search import DEFAULT_STRATEGY
 from attnsweep.compile.builds import build_of
-from attnsweep.compile.calls import USUAL
 from attnsweep.compile.launches import CallPlan, Candidate
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.hardware import arch_named
-from attnsweep.family.called import called
+from attnsweep.family.called import USUAL, called
 from attnsweep.family.family import Config
 from attnsweep.specs import load
 

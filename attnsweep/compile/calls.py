@@ -17,22 +17,19 @@ from elftools.elf.elffile import ELFFile
 from attnsweep.compile.candidate import Build
 from attnsweep.compile.launches import CallPlan, Candidate
 from attnsweep.compile.nvrtc import Compiler, Cubin
-from attnsweep.compile.trace import Traced, Tracer, Tracers, Tuning
+from attnsweep.compile.trace import Traced, Tracer, Tracers
 from attnsweep.core.cases import called_cases, served_cases, small_cases
 from attnsweep.core.errors import CompileError, SpecError
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import THIS_BINARY
-from attnsweep.family.called import CalledFamily
+from attnsweep.family.called import USUAL, CalledFamily, Tuning
 from attnsweep.family.family import Config, Family
 from attnsweep.family.launch import Launch
 from attnsweep.family.params import Param
 from attnsweep.family.space import Selection, Values
 from attnsweep.specs.load import SweepSpec
 
-# Options of a launch, with the values that Triton gives a config that does not name them. Those
-# that no config of an autotuner changes are no parameters of its.
-USUAL: dict[str, Value] = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "maxnreg": None}
 CONFIGS = "config"
 """The axis of variants that an autotuner's own configs are."""
 
@@ -175,10 +172,13 @@ class CalledBuild(Build):
 
     def submit(self) -> None:
         """Start to trace and compile the call."""
-        tracers = tracers_of(self.compiler)
-        tracer = tracers.of(self.kernel.call)
-        traced: Future[Any] = tracer.submit(self.problem, self.config, cases=tracers.cases)
+        cases = tracers_of(self.compiler).cases
+        traced: Future[Any] = self._tracer.submit(self.problem, self.config, cases=cases)
         self.futures["call"] = traced
+
+    @property
+    def _tracer(self) -> Tracer:
+        return tracers_of(self.compiler).of(self.kernel.call)
 
     @property
     def traced(self) -> Traced:
@@ -199,8 +199,8 @@ class CalledBuild(Build):
     @property
     def facts(self) -> dict[str, object]:
         """The `call` entry of the row: function, closure, versions, what its proof covers."""
-        traced, tracer = self.traced, tracers_of(self.compiler).of(self.kernel.call)
-        facts = {"function": self.kernel.call, "closure": traced.closure, **tracer.versions}
+        traced, call = self.traced, self.kernel.call
+        facts = {"function": call, "closure": traced.closure, **self._tracer.versions}
         covers = THIS_BINARY if traced.cases else "any length, each by code of its own"
         known = traced.cases is not None
         return {"call": facts | ({"covers": traced.why or covers} if known else {})}
@@ -208,12 +208,12 @@ class CalledBuild(Build):
     @property
     def read_later(self) -> str:
         """See Build: of what its launcher imports when it is called."""
-        return tracers_of(self.compiler).of(self.kernel.call).read_later(self.keys[0])
+        return self._tracer.read_later(self.keys[0])
 
     @property
     def files(self) -> Mapping[str, bytes]:
         """See Build: those that were imported, if they are as they were then."""
-        digests = tracers_of(self.compiler).of(self.kernel.call).files
+        digests = self._tracer.files
         texts = {path: Path(path).read_bytes() for path in digests if Path(path).is_file()}
         whole = {
             p: text for p, text in texts.items() if hashlib.sha256(text).hexdigest() == digests[p]
@@ -243,13 +243,12 @@ class CalledBuild(Build):
 
         That gives the candidate with these cases, or raises CompileError.
         """
-        tracer, call = tracers_of(self.compiler).of(self.kernel.call), self.kernel.call
         cases, config = called_cases(self.problem), dict(self.config)
-        asked = [tracer.submit(case.problem, config, cases=False) for case in cases]
+        asked = [self._tracer.submit(case.problem, config, cases=False) for case in cases]
 
         def candidate() -> Candidate:
             checks = tuple(
-                CallPlan(case.problem, call, config, str(traced.cache), traced.hashes)
+                CallPlan(case.problem, self.kernel.call, config, str(traced.cache), traced.hashes)
                 for case, traced in ((c, f.result()) for c, f in zip(cases, asked, strict=True))
             )
             every = cases == small_cases(self.problem)

@@ -35,6 +35,7 @@ from attnsweep.core.errors import CompileError, CompilerLost, KernelError
 from attnsweep.core.files import write_file
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, Value
+from attnsweep.family.called import Tuning
 from attnsweep.family.launch import Launch
 from attnsweep.family.params import Config
 
@@ -67,18 +68,6 @@ class Traced:
     cache: Path
     cases: tuple[Case, ...] | None = ()
     why: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """An autotuner's configs as they stand in the user's file, and those it keeps on a problem.
-
-    A name that another one of the call has too begins with the kernel's, as `dq.BLOCK_M`.
-    """
-
-    name: str
-    configs: tuple[dict[str, Value], ...]
-    kept: tuple[dict[str, Value], ...]
 
 
 class Tracer:
@@ -169,7 +158,7 @@ class Tracer:
         widen: with all combinations of the values of their configs and of neighbours of these.
         """
         found = self._answer("space", problem=problem.label, widen=widen)
-        return tuple(Tuning(e["name"], tuple(e["configs"]), tuple(e["kept"])) for e in found)
+        return tuple(Tuning(**each) for each in found)
 
     def keep(
         self, problems: Sequence[Problem], configs: Sequence[Mapping[str, Value]]
@@ -422,27 +411,23 @@ def _are(files: Mapping[str, str]) -> bool:
 
 
 _VARIABLES = ("TRITON_", "MLIR_", "LLVM_", "PTXAS_", "DISABLE_")
-_NONE_OF_CODE = ("TRITON_CACHE_DIR", "TRITON_DUMP_PTXAS_LOG", "TRITON_INTERPRET")
-_OF_FACTORIES = (
-    ("TILELANG_", "TL_", "CUTE_DSL_"),
-    (
-        "TILELANG_CACHE_DIR",
-        "CUTE_DSL_DUMP_DIR",
-        "CUTE_DSL_ARCH",
-    ),
+_OF_FACTORIES = ("TILELANG_", "TL_", "CUTE_DSL_")
+_NONE_OF_CODE = (
+    *("TRITON_CACHE_DIR", "TRITON_DUMP_PTXAS_LOG", "TRITON_INTERPRET"),
+    *("TILELANG_CACHE_DIR", "CUTE_DSL_DUMP_DIR", "CUTE_DSL_ARCH"),
 )
 
 
 def _versions(call: str) -> dict[str, str]:
-    factory = Asked.of(call).factory
-    begin, but = _OF_FACTORIES if factory else ((), ())
+    begin, packages = [*_VARIABLES], ["triton", "torch"]
+    if Asked.of(call).factory:
+        begin += _OF_FACTORIES
+        packages += ["tilelang", "nvidia-cutlass-dsl"]
     told = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith((*_VARIABLES, *begin)) and name not in (*_NONE_OF_CODE, *but)
+        n: v for n, v in os.environ.items() if n.startswith((*begin,)) and n not in _NONE_OF_CODE
     }
     found = {}
-    for name in ("triton", "torch", *(("tilelang", "nvidia-cutlass-dsl") if factory else ())):
+    for name in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found | dict(sorted(told.items()))

@@ -246,35 +246,24 @@ class Traced:
         from attnsweep.compile.traced.triton import AskedTooMuch, Recorder
 
         recorder, name = Recorder(tuned, known, widen=widen), str(self.asked)
-        with fake.no_card(self.arch), recorder.recording(self.arch):
-            try:
-                function, values = self.function, own
-                if self.asked.factory:
-                    function, values = built(name, function, problem, own), {}
-            except Unavailable as error:
-                recorder.cannot = fake.cannot_be_traced(error.__cause__)
-                return recorder, _explained(error)
-        call = BoundFunction(
-            torch,
-            problem,
-            name,
-            function,
-            values=values,
-            tensors=(torch.Tensor, fake.FakeTensor),
-        )
-        with fake.no_card(self.arch), recorder.recording(self.arch):
-            inputs = fake.inputs_of(problem)
-            try:
-                call(*inputs)
+        function, kinds = self.function, (torch.Tensor, fake.FakeTensor)
+        try:
+            if self.asked.factory:
+                with fake.no_card(self.arch), recorder.recording(self.arch):
+                    function, own = built(name, function, problem, own), {}
+            call = BoundFunction(torch, problem, name, function, values=own, tensors=kinds)
+            # Anew: a factory may have imported what is recorded.
+            with fake.no_card(self.arch), recorder.recording(self.arch):
+                call(*fake.inputs_of(problem))
                 recorder.check()
-            except AskedTooMuch as error:
-                return recorder, str(error)
-            except Unavailable as error:
-                cause = error.__cause__
-                if isinstance(cause, AskedTooMuch):
-                    return recorder, str(cause)
-                recorder.cannot = fake.cannot_be_traced(cause)
-                return recorder, _explained(error)
+        except AskedTooMuch as error:
+            return recorder, str(error)
+        except Unavailable as error:
+            cause = error.__cause__
+            if isinstance(cause, AskedTooMuch):
+                return recorder, str(cause)
+            recorder.cannot = fake.cannot_be_traced(cause)
+            return recorder, _explained(error)
         return recorder, ""
 
 
