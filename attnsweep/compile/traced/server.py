@@ -225,7 +225,7 @@ class Traced:
         except Unavailable as error:
             raise Unavailable(_explained(error)) from error
         given.check()
-        interpreted.keep(given.problem, made, Path(folder))
+        interpreted.keep(given, made, Path(folder))
 
     def _call(
         self,
