@@ -109,8 +109,9 @@ CASES = [Case(call, Problem.parse(shape)) for call, shapes in CALLS.items() for 
 class Place:
     """A directory with the three files, from which everything is run. end: time.monotonic() of the last second."""
 
-    def __init__(self, directory: Path, end: float, arch: str, widen_s: int) -> None:
-        self.directory, self._end, self.arch, self.widen_s = directory, end, arch, widen_s
+    def __init__(self, directory: Path, end: float, arch: str, *, widen_s: int = 0, sweeps: int = SWEEPS) -> None:
+        self.directory, self._end, self.arch = directory, end, arch
+        self.widen_s, self.sweeps = widen_s, sweeps
         for name in ("calls_tma.py", "calls_backward.py", "calls_autotune.py"):
             (directory / name).write_text((HERE / name).read_text(encoding="utf-8"), encoding="utf-8")
         self.run("attnsweep", "init", "--triton", "attend.py")
@@ -260,7 +261,7 @@ def regret(place: Place, case: Case) -> dict[str, Any]:
 
 def twice(place: Place, case: Case) -> dict[str, Any]:
     """Sweeps one after the other, each beside the one before."""
-    return pairs([facts(place.sweep(case.spec())[0]) for _ in range(SWEEPS)])
+    return pairs([facts(place.sweep(case.spec())[0]) for _ in range(place.sweeps)])
 
 
 def pairs(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -407,11 +408,14 @@ def summary_of(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"cases": len(rows), "of": len(part.cases), **found, "must": must, "reached": reached}
 
 
-def taken(name: str, place: Place, known: Mapping[str, Any], end: float) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the cases that are not known yet, until one that lasts as long as the last would be late."""
+def taken(name: str, place: Place, known: Mapping[str, Any], end: float, only: str = "") -> Iterator[dict[str, Any]]:
+    """Yield the rows of the cases that are not known yet, until one that lasts as long as the last would be late.
+
+    only: a text that the labels of cases hold.
+    """
     longest = 0.0
     for case in PARTS[name].cases:
-        if case.label in known:
+        if case.label in known or only not in case.label:
             continue
         begin = time.monotonic()
         if begin + longest > end:
@@ -432,7 +436,7 @@ def taken(name: str, place: Place, known: Mapping[str, Any], end: float) -> Iter
 def show_plan(names: Sequence[str], arch: str) -> None:
     """Print what would be done, and the configs that the files keep on an architecture; needs no GPU."""
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
-        Place(Path(directory), time.monotonic() + 60, arch, 0)
+        Place(Path(directory), time.monotonic() + 60, arch)
         for call in CALLS:
             own = [case for case in CASES if case.call == call]
             for planned in plan(spec_of(spec_text(own, {}, {}), Path(directory)), arch=arch):
@@ -450,6 +454,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="directory of the JSON files")
     parser.add_argument("--seconds", type=float, default=240.0, help="of all parts together (default: 240)")
     parser.add_argument("--widen-s", type=int, default=40, help="seconds of a widened space's candidates (default: 40)")
+    parser.add_argument("--sweeps", type=int, default=SWEEPS, help=f"of each case of twice (default: {SWEEPS})")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose label holds this text")
     parser.add_argument("--plan", action="store_true", help="only say what would be done; needs no GPU")
     parser.add_argument("--arch", default="sm_90a", help="with --plan")
     asked = parser.parse_args()
@@ -464,12 +470,12 @@ def main() -> None:
     out, end = asked.out.resolve(), time.monotonic() + asked.seconds
     environment = described()
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
-        place = Place(Path(directory), end, environment.arch, asked.widen_s)
+        place = Place(Path(directory), end, environment.arch, widen_s=asked.widen_s, sweeps=asked.sweeps)
         for name in names:
             file = out / f"{name}.json"
             before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
             rows = before.get("rows", [])
-            for row in taken(name, place, {row["case"]: row for row in rows}, end):
+            for row in taken(name, place, {row["case"]: row for row in rows}, end, asked.only):
                 rows.append(row)
                 console.print(f"{name}: {row}")
                 write(file, environment, {"part": name, "summary": summary_of(name, rows), "rows": rows})

@@ -523,6 +523,7 @@ def test_a_call_goes_on_where_the_last_one_stopped(reach, constants):
     assert [row["case"] for row in reach.taken("regret", None, known, math.inf)] == [first, last]
     assert begun == [first, last] * 2
     assert [*reach.taken("regret", None, known, 0.0)] == []
+    assert [row["case"] for row in reach.taken("regret", None, {}, math.inf, "64x8192")] == [last]
 
 
 def test_options_say_which_parts_there_are(reach, monkeypatch, capsys):
