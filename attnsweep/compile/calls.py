@@ -27,7 +27,7 @@ from attnsweep.family.called import USUAL, CalledFamily, Tuning
 from attnsweep.family.family import Config, Family
 from attnsweep.family.launch import Launch
 from attnsweep.family.params import Param
-from attnsweep.family.space import Selection, Values
+from attnsweep.family.space import Selection, Space, Values
 from attnsweep.specs.load import SweepSpec
 
 CONFIGS = "config"
@@ -79,6 +79,22 @@ def known_space(
         tunings = {problem: tracer.space(problem, widen=family.widen) for problem in able}
         family, selection = _tuned(family, selection, tunings)
     return _kept(family, selection, tracer, able), selection
+
+
+def configs_with(
+    values: Mapping[str, Value], tracer: Tracer, problem: Problem
+) -> tuple[Space, list[Config]]:
+    """A callable's space on a problem as its file has it, and the configs that have these values.
+
+    If none has them, or it launches no autotuner, a config of these values alone.
+    """
+    family = CalledFamily(tracer.call.rpartition(":")[2], "", (), call=tracer.call)
+    try:
+        family, selection = known_space(family, Selection(), tracer, [problem])
+    except CompileError:
+        selection = Selection({name: (value,) for name, value in values.items()})
+    space = Space.build(family, problem, tracer.arch, selection)
+    return space, [c for c in space.configs if values.items() <= c.items()] or [Config(values)]
 
 
 def configs_of(tuning: Tuning) -> tuple[list[Config], list[Config]]:
