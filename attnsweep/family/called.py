@@ -116,12 +116,8 @@ class CalledFamily(Family):
         """See Family: what the function itself says, too."""
         return super().refusal(problem, arch) or self.refused.get(problem)
 
-    def excess(self, *_: object) -> None:
-        """None: what a launch takes is known once it is compiled."""
-        return
-
     def launches(self, *_: object) -> dict[str, Launch]:
-        """None before it is traced."""
+        """None before it is traced: so no limit of a launch is known either."""
         return {}
 
     def outdated(self, call: Mapping[str, Any]) -> str | None:
