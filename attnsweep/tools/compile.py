@@ -48,8 +48,7 @@ def compile_all(
     observer = observer or Observer()
     compiler = compiler_for(spec, arch, cache_dir)
     try:
-        known = with_calls(spec, tracers_of(compiler, cases=False))
-        return _compiled(known, compiler, limit, observer)
+        return _compiled(with_calls(spec, tracers_of(compiler)), compiler, limit, observer)
     finally:
         compiler.close()
 

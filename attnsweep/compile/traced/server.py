@@ -340,7 +340,7 @@ class Server:
 
     def _begin(self, request: dict[str, Any]) -> tuple[int, Child]:
         number, limit_s = request.pop("number"), request.pop("limit_s")
-        if request["do"] == "trace":
+        if request["do"] in ("trace", "cases"):
             importlib.import_module("attnsweep.compile.traced.triton").warm_up()
         come, go = os.pipe()
         pid = os.fork()
