@@ -34,10 +34,10 @@ CONFIGS = "config"
 """The axis of variants that an autotuner's own configs are."""
 
 
-def tracers_of(compiler: Compiler, *, cases: bool = True) -> Tracers:
-    """The compiler's tracers, which end with it. cases: see Tracers; the first call decides."""
+def tracers_of(compiler: Compiler) -> Tracers:
+    """The compiler's tracers, which end with it."""
     if compiler.tracers is None:
-        compiler.tracers = Tracers(compiler.arch, compiler.cache_dir, cases=cases)
+        compiler.tracers = Tracers(compiler.arch, compiler.cache_dir)
     return compiler.tracers
 
 
@@ -188,8 +188,7 @@ class CalledBuild(Build):
 
     def submit(self) -> None:
         """Start to trace and compile the call."""
-        cases = tracers_of(self.compiler).cases
-        traced: Future[Any] = self._tracer.submit(self.problem, self.config, cases=cases)
+        traced: Future[Any] = self._tracer.submit(self.problem, self.config)
         self.futures["call"] = traced
 
     @property
@@ -218,8 +217,7 @@ class CalledBuild(Build):
         traced, call = self.traced, self.kernel.call
         facts = {"function": call, "closure": traced.closure, **self._tracer.versions}
         covers = THIS_BINARY if traced.cases else "any length, each by code of its own"
-        known = traced.cases is not None
-        return {"call": facts | ({"covers": traced.why or covers} if known else {})}
+        return {"call": facts | {"covers": traced.why or covers}}
 
     @property
     def read_later(self) -> str:

@@ -356,13 +356,10 @@ class Tracer:
 
 
 class Tracers:
-    """The tracers of an architecture, by callable; each begins when it is first asked for.
+    """The tracers of an architecture, by callable; each begins when it is first asked for."""
 
-    cases: whether configs are to be proved, on small cases that their traces find.
-    """
-
-    def __init__(self, arch: Arch, cache_dir: Path | None = None, *, cases: bool = True) -> None:
-        self._arch, self._cache_dir, self.cases = arch, cache_dir, cases
+    def __init__(self, arch: Arch, cache_dir: Path | None = None) -> None:
+        self._arch, self._cache_dir = arch, cache_dir
         self._of: dict[str, Tracer] = {}
 
     def of(self, call: str) -> Tracer:

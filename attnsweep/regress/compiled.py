@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from attnsweep.compile import sass
-from attnsweep.compile.calls import CalledBuild, tracers_of
+from attnsweep.compile.calls import CalledBuild
 from attnsweep.compile.candidate import Build, compiled_row
 from attnsweep.compile.cubin import compiler_for, stack_bytes, with_instructions
 from attnsweep.compile.launches import LaunchPlan
@@ -68,7 +68,6 @@ def check_code(
         what = f"the spec is for {spec.arch}, the baseline's {card.gpu} is {card.arch}"
         raise SpecError(what, where=str(spec.document.path), hint="give the baseline's spec")
     compiler = compiler_for(spec, arch_on(card), cache_dir)
-    tracers_of(compiler, cases=False)
     try:
         pairs = pairs_of(spec, baseline, asked_of(spec, baseline), compiler, card, None, None)
         findings = _findings(pairs, spec, budget, observer or Observer(), tell)
@@ -99,7 +98,6 @@ def check_code_of_calls(
     with both_calls(old, new, problems) as (spec, before):
         budget = Budget(spec.check.budget_s if budget_s is None else budget_s)
         compiler = Compiler(arch, cache_dir, templates=False)
-        tracers_of(compiler, cases=False)
         try:
             pairs = pairs_of_calls(spec, before, config, compiler)
             covers = covered(spec, before, config, compiler)
