@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.backend import Builder, Unavailable, Way
@@ -95,29 +94,3 @@ def restore_flags(torch: Any, before: Mapping[str, Any]) -> list[str]:
     torch.use_deterministic_algorithms(before["deterministic algorithms"])
     torch.set_grad_enabled(before["grad mode"])
     return changed
-
-
-def breach(torch: Any, made: Any, shape: Sequence[int], like: Any, inputs: Sequence[Any]) -> str:
-    """What is wrong with an output of a callable beside its values; empty if nothing is.
-
-    shape: the output's. like: a tensor of its dtype and device. inputs: those of the call.
-    """
-    if type(made) is not torch.Tensor:
-        return f"returned {type(made).__name__} in place of a torch.Tensor"
-    if tuple(made.shape) != tuple(shape):
-        return f"returned the shape {tuple(made.shape)}, not {tuple(shape)}"
-    if (made.dtype, made.device) != (like.dtype, like.device):
-        of_like = f"{like.dtype} on {like.device}"
-        return f"returned {made.dtype} on {made.device}, not {of_like}"
-    if made.layout != torch.strided:
-        return f"returned a tensor of layout {made.layout}"
-    if memory_of(made) in {memory_of(given) for given in inputs}:
-        return "returned memory of an input"
-    return ""
-
-
-def memory_of(tensor: Any) -> object:
-    """Where a tensor's memory begins; of anything else, itself."""
-    with suppress(Exception):  # a layout without storage, or no tensor
-        return int(tensor.untyped_storage().data_ptr())
-    return id(tensor)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -134,10 +134,5 @@ def _watch_of(tuned: Mapping[str, Any], cache: str, launched: set[str]) -> Any:
     try:
         from attnsweep.compile.traced.triton import Watch
     except ImportError:
-        return _nothing
+        return nullcontext
     return Watch(tuned, cache, launched).watching
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

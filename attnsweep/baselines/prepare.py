@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from attnsweep.baselines.backend import NotInstalled, OtherCode, Unavailable, Way, why_not
-from attnsweep.baselines.callable import breach, flags_of, memory_of, restore_flags
+from attnsweep.baselines.callable import flags_of, restore_flags
 from attnsweep.baselines.registry import BACKENDS, backend_of
 from attnsweep.baselines.torch_sdpa import import_torch
 from attnsweep.baselines.triton_precompile import TritonPrecompile
@@ -19,6 +19,7 @@ from attnsweep.core.callables import Asked
 from attnsweep.core.long_problems import has_shorter, shorter
 from attnsweep.core.problem import DTYPE_BYTES, Problem
 from attnsweep.core.timings import step
+from attnsweep.core.user_code import breach, memory_of
 from attnsweep.device import graph_audit
 from attnsweep.device.cuda_graph import lasting, uncollected
 
@@ -63,7 +64,7 @@ class BoundBaseline:
     ) -> None:
         """dtype: the problem's output's (default: q's).
 
-        held: it is a callable of the user's, whose outputs must be as `callable.breach` says, and
+        held: it is a callable of the user's, whose outputs must be as `user_code.breach` says, and
         which is issued call by call if no graph can hold it. flags: settings that it must leave.
         """
         self._torch = import_torch()

@@ -82,7 +82,7 @@ def check(
     :--old CALL: FILE.py:FUNCTION, or FILE.py@REV:FUNCTION of a revision of its repository.
     :--new CALL: FILE.py:FUNCTION that is to take its place.
     :--config: With --old and --new: keywords of both, or parameters of the autotuner that they
-        launch: 'BLOCK_M=64 num_warps=4'.
+        launch, whose first config is compared otherwise: 'BLOCK_M=64 num_warps=4'.
     :--mode: Time both, or compile both and run neither.
     :--dtype: With --old and --new: dtype of every shape that does not name one.
     :--slower SHARE: Slowdown that counts as a regression: 0.02 or 2% (default: the spec's; with
@@ -316,6 +316,7 @@ def export_(
         "name": done.name,
         "winners": done.winners,
         "kernels": done.kernels,
+        "configs": done.configs,
         "bytes": done.nbytes,
         "gpus": list(done.gpus),
         "left_out": done.left_out,
@@ -330,7 +331,7 @@ def export_(
         f"pip install {os.path.join(os.curdir, done.directory)}, then: import {done.name}",
     ]
     if done.files:
-        configs = f"{counted(done.kernels, 'config')} for {counted(done.winners, 'problem')}"
+        configs = f"{counted(done.configs, 'config')} for {counted(done.winners, 'problem')}"
         lines = [f"{configs}, of {done.name} on {done.gpus[0]}", *done.files]
     if done.portfolio:
         lines += lines_of(done.portfolio)

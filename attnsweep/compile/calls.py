@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -17,23 +17,20 @@ from elftools.elf.elffile import ELFFile
 from attnsweep.compile.candidate import Build
 from attnsweep.compile.launches import CallPlan, Candidate
 from attnsweep.compile.nvrtc import NOW, SOON, Compiler, Cubin
-from attnsweep.compile.trace import Traced, Tracer, Tracers, Tuning
+from attnsweep.compile.trace import Traced, Tracer, Tracers
 from attnsweep.core.callables import Asked
 from attnsweep.core.cases import called_cases, served_cases, small_cases
 from attnsweep.core.errors import CompileError, SpecError
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import THIS_BINARY, THIS_SHAPE
-from attnsweep.family.called import CalledFamily
+from attnsweep.family.called import USUAL, CalledFamily, Tuning
 from attnsweep.family.family import Config, Family
 from attnsweep.family.launch import Launch
 from attnsweep.family.params import Param
-from attnsweep.family.space import Selection, Values
+from attnsweep.family.space import Selection, Space, Values
 from attnsweep.specs.load import SweepSpec
 
-# Options of a launch, with the values that Triton gives a config that does not name them. Those
-# that no config of an autotuner changes are no parameters of its.
-USUAL: dict[str, Value] = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "maxnreg": None}
 CONFIGS = "config"
 """The axis of variants that an autotuner's own configs are."""
 
@@ -83,6 +80,22 @@ def known_space(
         tunings = {problem: tracer.space(problem, widen=family.widen) for problem in able}
         family, selection = _tuned(family, selection, tunings)
     return _kept(family, selection, tracer, able), selection
+
+
+def configs_with(
+    values: Mapping[str, Value], tracer: Tracer, problem: Problem
+) -> tuple[Space, list[Config]]:
+    """A callable's space on a problem as its file has it, and the configs that have these values.
+
+    If none has them, or it launches no autotuner, a config of these values alone.
+    """
+    family = CalledFamily(tracer.call.rpartition(":")[2], "", (), call=tracer.call)
+    try:
+        family, selection = known_space(family, Selection(), tracer, [problem])
+    except CompileError:
+        selection = Selection({name: (value,) for name, value in values.items()})
+    space = Space.build(family, problem, tracer.arch, selection)
+    return space, [c for c in space.configs if values.items() <= c.items()] or [Config(values)]
 
 
 def configs_of(tuning: Tuning) -> tuple[list[Config], list[Config]]:
@@ -178,9 +191,12 @@ class CalledBuild(Build):
         """Start to trace and compile the call, if it is sure to be asked for."""
         if turn == SOON:
             return
-        tracer = tracers_of(self.compiler).of(self.kernel.call)
-        traced: Future[Any] = tracer.submit(self.problem, self.config)
+        traced: Future[Any] = self._tracer.submit(self.problem, self.config)
         self.futures["call"] = traced
+
+    @property
+    def _tracer(self) -> Tracer:
+        return tracers_of(self.compiler).of(self.kernel.call)
 
     @property
     def traced(self) -> Traced:
@@ -201,8 +217,8 @@ class CalledBuild(Build):
     @property
     def facts(self) -> dict[str, object]:
         """The `call` entry of the row: function, closure, versions, what its proof covers."""
-        traced, tracer = self.traced, tracers_of(self.compiler).of(self.kernel.call)
-        facts = {"function": self.kernel.call, "closure": traced.closure, **tracer.versions}
+        traced, call = self.traced, self.kernel.call
+        facts = {"function": call, "closure": traced.closure, **self._tracer.versions}
         covers = THIS_BINARY if traced.cases else "any length, each by code of its own"
         covers = THIS_SHAPE if self._of_one_shape else covers
         return {"call": facts | {"covers": traced.why or covers}}
@@ -210,12 +226,12 @@ class CalledBuild(Build):
     @property
     def read_later(self) -> str:
         """See Build: of what its launcher imports when it is called."""
-        return tracers_of(self.compiler).of(self.kernel.call).read_later(self.keys[0])
+        return self._tracer.read_later(self.keys[0])
 
     @property
     def files(self) -> Mapping[str, bytes]:
         """See Build: those that were imported, if they are as they were then."""
-        digests = tracers_of(self.compiler).of(self.kernel.call).files
+        digests = self._tracer.files
         texts = {path: Path(path).read_bytes() for path in digests if Path(path).is_file()}
         whole = {
             p: text for p, text in texts.items() if hashlib.sha256(text).hexdigest() == digests[p]
@@ -242,20 +258,23 @@ class CalledBuild(Build):
         own = self.kernel.name, dict(self.config), plan, checks, self.kernel.rounds_scores
         return Candidate(*own, deterministic=False, cases=cases)
 
-    def on_any_length(self) -> Candidate:
-        """The candidate with the usual small cases, each compiled anew for its own lengths.
+    def on_any_length(self) -> Callable[[], Candidate]:
+        """Compile the usual small cases, each for its own lengths; returns what waits for them.
 
-        Raises CompileError.
+        That gives the candidate with these cases, or raises CompileError.
         """
-        tracer, call = tracers_of(self.compiler).of(self.kernel.call), self.kernel.call
         cases, config = called_cases(self.problem), dict(self.config)
-        asked = [tracer.submit(case.problem, config) for case in cases]
-        checks = tuple(
-            CallPlan(case.problem, call, config, str(traced.cache), traced.hashes)
-            for case, traced in ((c, f.result()) for c, f in zip(cases, asked, strict=True))
-        )
-        every = cases == small_cases(self.problem)
-        return replace(self.candidate(), checks=checks, cases=None if every else cases)
+        asked = [self._tracer.submit(case.problem, config, cases=False) for case in cases]
+
+        def candidate() -> Candidate:
+            checks = tuple(
+                CallPlan(case.problem, self.kernel.call, config, str(traced.cache), traced.hashes)
+                for case, traced in ((c, f.result()) for c, f in zip(cases, asked, strict=True))
+            )
+            every = cases == small_cases(self.problem)
+            return replace(self.candidate(), checks=checks, cases=None if every else cases)
+
+        return candidate
 
     @property
     def _of_one_shape(self) -> bool:

@@ -180,10 +180,6 @@ class Build:
             turned=self.kernel.turned,
         )
 
-    def on_any_length(self) -> Candidate:
-        """The same, checked on all small cases: those of a template are of any length anyway."""
-        return self.candidate()
-
     def candidate(self) -> Candidate:
         """All that the worker needs to run it. Every stage must be compiled."""
         return self._candidate

@@ -22,8 +22,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from attnsweep.core.errors import CompileError, CompilerLost, KernelError
 from attnsweep.core.files import write_file
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, Value
+from attnsweep.family.called import Tuning
 from attnsweep.family.launch import Launch
 from attnsweep.family.params import Config
 
@@ -46,7 +47,7 @@ _START = (
 )
 # Seconds that a config may take to be traced and compiled.
 _LIMIT_S = 120.0
-_FORMAT = 4
+_FORMAT = 5
 """Format of an entry; others are made again."""
 
 
@@ -56,8 +57,8 @@ class Traced:
 
     stages: name, machine code and launch of each, in the order of issue. host: digest of the tensor
     operations of a call. closure: digest of the user's files. cases: small cases on which a call
-    launches the same code. why: why it cannot be traced; what it launches is then compiled when it
-    is first called.
+    launches the same code; None if they were not asked for. why: why it cannot be traced; what it
+    launches is then compiled when it is first called.
     """
 
     stages: tuple[tuple[str, Cubin, Launch], ...]
@@ -65,20 +66,8 @@ class Traced:
     host: str
     closure: str
     cache: Path
-    cases: tuple[Case, ...] = ()
+    cases: tuple[Case, ...] | None = ()
     why: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """An autotuner's configs as they stand in the user's file, and those it keeps on a problem.
-
-    A name that another one of the call has too begins with the kernel's, as `dq.BLOCK_M`.
-    """
-
-    name: str
-    configs: tuple[dict[str, Value], ...]
-    kept: tuple[dict[str, Value], ...]
 
 
 class Tracer:
@@ -169,7 +158,7 @@ class Tracer:
         widen: with all combinations of the values of their configs and of neighbours of these.
         """
         found = self._answer("space", problem=problem.label, widen=widen)
-        return tuple(Tuning(e["name"], tuple(e["configs"]), tuple(e["kept"])) for e in found)
+        return tuple(Tuning(**each) for each in found)
 
     def keep(
         self, problems: Sequence[Problem], configs: Sequence[Mapping[str, Value]]
@@ -235,20 +224,31 @@ class Tracer:
         except (OSError, ValueError, KeyError):
             return ""
 
-    def submit(self, problem: Problem, values: Mapping[str, Value]) -> Future[Traced]:
-        """Trace and compile a config. Its result raises CompileError with what went wrong."""
+    def submit(
+        self, problem: Problem, values: Mapping[str, Value], *, cases: bool = True
+    ) -> Future[Traced]:
+        """Trace and compile a config. Its result raises CompileError with what went wrong.
+
+        cases: with the small cases that a sweep proves it on, a sixth of the time.
+        """
         key = self.key(problem, values)
         entry = self._cache_dir / key[:2] / key
         done: Future[Traced] = Future()
-        if (kept := self._read(entry)) is not None:
+        config: dict[str, Any] = {"problem": problem.label, "values": dict(values)}
+        kept = self._read(entry)
+        if kept is not None and (kept.cases is not None or not cases):
             done.set_result(kept)
+            return done
+        if kept is not None:
+            asked = self._ask("cases", **config, folder=str(entry))
+            asked.add_done_callback(partial(self._add_cases, entry, kept, done))
             return done
         try:
             entry.parent.mkdir(parents=True, exist_ok=True)
             aside = tempfile.mkdtemp(prefix=".new-", dir=entry.parent)
         except OSError as error:
             raise unwritable(error, entry.parent) from error
-        asked = self._ask("trace", problem=problem.label, values=dict(values), folder=aside)
+        asked = self._ask("trace", **config, folder=aside, cases=cases)
 
         def publish(answer: Future[Any]) -> None:
             try:
@@ -273,6 +273,17 @@ class Tracer:
 
         asked.add_done_callback(publish)
         return done
+
+    def _add_cases(
+        self, entry: Path, kept: Traced, done: Future[Traced], answer: Future[Any]
+    ) -> None:
+        """Keep the cases of an entry that was made without."""
+        try:
+            found = {**json.loads((entry / "trace.json").read_bytes()), "cases": answer.result()}
+            self._keep(entry / "trace.json", found)
+            done.set_result(replace(kept, cases=_cases(found)))
+        except BaseException as error:
+            done.set_exception(error)
 
     def close(self) -> None:
         """End the process; what is not traced by then never is."""
@@ -338,9 +349,8 @@ class Tracer:
                 )
                 stages.append((_stage(launch["function"], number, found["launches"]), cubin, made))
             hashes = frozenset(launch["hash"] for launch in found["launches"])
-            cases = tuple(Case(Problem.parse(label), how) for label, how in found["cases"])
             own = tuple(stages), hashes, found["host"], self.closure, entry / "triton"
-            return Traced(*own, cases, found["why"])
+            return Traced(*own, _cases(found), found["why"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -370,6 +380,12 @@ class Tracers:
         self.close()
 
 
+def _cases(found: Mapping[str, Any]) -> tuple[Case, ...] | None:
+    """The small cases of an entry; None if they were not asked for."""
+    cases = found["cases"]
+    return None if cases is None else tuple(Case(Problem.parse(p), how) for p, how in cases)
+
+
 def _stage(function: str, number: int, launches: list[dict[str, Any]]) -> str:
     """A launch's name: the kernel's, with a number if a call launches it more than once.
 
@@ -392,27 +408,23 @@ def _are(files: Mapping[str, str]) -> bool:
 
 
 _VARIABLES = ("TRITON_", "MLIR_", "LLVM_", "PTXAS_", "DISABLE_")
-_NONE_OF_CODE = ("TRITON_CACHE_DIR", "TRITON_DUMP_PTXAS_LOG", "TRITON_INTERPRET")
-_OF_FACTORIES = (
-    ("TILELANG_", "TL_", "CUTE_DSL_"),
-    (
-        "TILELANG_CACHE_DIR",
-        "CUTE_DSL_DUMP_DIR",
-        "CUTE_DSL_ARCH",
-    ),
+_OF_FACTORIES = ("TILELANG_", "TL_", "CUTE_DSL_")
+_NONE_OF_CODE = (
+    *("TRITON_CACHE_DIR", "TRITON_DUMP_PTXAS_LOG", "TRITON_INTERPRET"),
+    *("TILELANG_CACHE_DIR", "CUTE_DSL_DUMP_DIR", "CUTE_DSL_ARCH"),
 )
 
 
 def _versions(call: str) -> dict[str, str]:
-    factory = Asked.of(call).factory
-    begin, but = _OF_FACTORIES if factory else ((), ())
+    begin, packages = [*_VARIABLES], ["triton", "torch"]
+    if Asked.of(call).factory:
+        begin += _OF_FACTORIES
+        packages += ["tilelang", "nvidia-cutlass-dsl"]
     told = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith((*_VARIABLES, *begin)) and name not in (*_NONE_OF_CODE, *but)
+        n: v for n, v in os.environ.items() if n.startswith((*begin,)) and n not in _NONE_OF_CODE
     }
     found = {}
-    for name in ("triton", "torch", *(("tilelang", "nvidia-cutlass-dsl") if factory else ())):
+    for name in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found | dict(sorted(told.items()))

@@ -17,12 +17,26 @@ INTERNAL = 70
 """Exit code of a fault of ours, as sysexits.h has it; never 1, which is a verdict."""
 
 
+_PROJECTS = {"tilelang": "tilelang", "cutlass": "nvidia-cutlass-dsl"}
+"""What is installed for a package of other compilers."""
+
+
+def remedy(error: BaseException) -> str:
+    """`: pip install NAME` for a package of other compilers that is not installed, or nothing."""
+    package = str(getattr(error, "name", None)).partition(".")[0]
+    known = isinstance(error, ModuleNotFoundError) and package in _PROJECTS
+    return f": pip install {_PROJECTS[package]}" if known else ""
+
+
 def in_short(error: BaseException) -> str:
-    """`ValueError: the first line of what it says (file.py:7)`: where it was raised."""
+    """`ValueError: the first line of what it says (file.py:7)`: where it was raised.
+
+    For a compiler that is not installed, also the remedy.
+    """
     at, lines = raised_at(error), [""]
     with suppress(BaseException):  # its text is the callable's that raised it, too
         lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]} ({at})"
+    return f"{type(error).__name__}: {lines[0][:300]}{remedy(error)} ({at})"
 
 
 def reason(error: OSError) -> str:

@@ -12,7 +12,7 @@ import inspect
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -20,13 +20,11 @@ from types import ModuleType
 from typing import Any
 
 from attnsweep.core.callables import Asked
-from attnsweep.core.errors import Unavailable, in_short
+from attnsweep.core.errors import Unavailable, in_short, remedy
 from attnsweep.core.problem import Problem
 
 CANNOT_IMPORT = "cannot import"
 """How the reason begins if a callable is not there: that is no verdict about it."""
-_PROJECTS = {"tilelang": "tilelang", "cutlass": "nvidia-cutlass-dsl"}
-"""What is installed for a package of other compilers."""
 
 
 @contextmanager
@@ -85,10 +83,7 @@ def imported(name: str) -> tuple[Any, Callable[..., Any]]:
             module = _of_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
         function: Callable[..., Any] = getattr(module, attribute)
     except BaseException as error:  # a module may raise anything while it is imported
-        why = f"{CANNOT_IMPORT} {name}: {type(error).__name__}: {error}"
-        package = str(getattr(error, "name", None)).partition(".")[0]
-        if isinstance(error, ModuleNotFoundError) and package in _PROJECTS:
-            why += f": pip install {_PROJECTS[package]}"
+        why = f"{CANNOT_IMPORT} {name}: {type(error).__name__}: {error}{remedy(error)}"
         raise Unavailable(why) from error
     what = type(function).__name__
     if not callable(function):
@@ -99,12 +94,13 @@ def imported(name: str) -> tuple[Any, Callable[..., Any]]:
 def _of_file(path: Path) -> ModuleType:
     """The module of a file, which finds other files of its directory."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.is_file():
+    if spec is None or not path.is_file():
         raise FileNotFoundError(f"{path} is not there")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.resolve().parent))  # it may import them when it is called, too
     sys.modules[path.stem] = module  # where decorators of kernels look for their source
-    spec.loader.exec_module(module)
+    # Bytecode that Python keeps is stale if a file of the same length was edited within a second.
+    exec(compile(path.read_bytes(), str(spec.origin), "exec"), vars(module))
     return module
 
 
@@ -205,6 +201,32 @@ def watched(what: str) -> Iterator[None]:
     finally:
         if os.getpid() != own:
             os._exit(0)
+
+
+def breach(torch: Any, made: Any, shape: Sequence[int], like: Any, inputs: Sequence[Any]) -> str:
+    """What is wrong with an output of a callable beside its values; empty if nothing is.
+
+    shape: the output's. like: a tensor of its dtype and device. inputs: those of the call.
+    """
+    if type(made) is not torch.Tensor:
+        return f"returned {type(made).__name__} in place of a torch.Tensor"
+    if tuple(made.shape) != tuple(shape):
+        return f"returned the shape {tuple(made.shape)}, not {tuple(shape)}"
+    if (made.dtype, made.device) != (like.dtype, like.device):
+        of_like = f"{like.dtype} on {like.device}"
+        return f"returned {made.dtype} on {made.device}, not {of_like}"
+    if made.layout != torch.strided:
+        return f"returned a tensor of layout {made.layout}"
+    if memory_of(made) in {memory_of(given) for given in inputs}:
+        return "returned memory of an input"
+    return ""
+
+
+def memory_of(tensor: Any) -> object:
+    """Where a tensor's memory begins; of anything else, itself."""
+    with suppress(Exception):  # a layout without storage, or no tensor
+        return int(tensor.untyped_storage().data_ptr())
+    return id(tensor)
 
 
 class BoundFunction:

@@ -19,7 +19,22 @@ from attnsweep.family.family import Config, Family
 from attnsweep.family.launch import Launch
 from attnsweep.family.params import Param
 
+# Options of a launch, with the values that Triton gives a config that does not name them. Those
+# that no config of an autotuner changes are no parameters of its.
+USUAL: dict[str, Value] = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "maxnreg": None}
 _HEAD_DIMS = range(8, 1025, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """An autotuner that a call launches: its configs as they stand, and those it keeps.
+
+    A name that another one of the call has too begins with the kernel's, as `dq.BLOCK_M`.
+    """
+
+    name: str
+    configs: Sequence[dict[str, Value]]
+    kept: Sequence[dict[str, Value]]
 
 
 def called(
@@ -101,12 +116,8 @@ class CalledFamily(Family):
         """See Family: what the function itself says, too."""
         return super().refusal(problem, arch) or self.refused.get(problem)
 
-    def excess(self, *_: object) -> None:
-        """None: what a launch takes is known once it is compiled."""
-        return
-
     def launches(self, *_: object) -> dict[str, Launch]:
-        """None before it is traced."""
+        """None before it is traced: so no limit of a launch is known either."""
         return {}
 
     def outdated(self, call: Mapping[str, Any]) -> str | None:

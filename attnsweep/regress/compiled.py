@@ -29,7 +29,7 @@ from attnsweep.core.problem import Problem, Value, ceil_div
 from attnsweep.core.trial import Resources, Status
 from attnsweep.regress.ab_test import RECORD, Ended, said
 from attnsweep.regress.budget import Budget
-from attnsweep.regress.calls import both_calls, pairs_of_calls
+from attnsweep.regress.calls import both_calls, covered, pairs_of_calls
 from attnsweep.regress.live import Late, Pair, Tell, asked_of, pairs_of, shown_row
 from attnsweep.regress.verdicts import Comparison, Finding, StageCode, Verdict, differences
 from attnsweep.specs.load import SweepSpec
@@ -100,10 +100,12 @@ def check_code_of_calls(
         compiler = Compiler(arch, cache_dir, templates=False)
         try:
             pairs = pairs_of_calls(spec, before, config, compiler)
+            covers = covered(spec, before, config, compiler)
             findings = _findings(pairs, spec, budget, observer or Observer(), tell)
         finally:
             compiler.close()
-    return _comparison(Path(old), Path(new), findings, compiler, budget)
+    compared = _comparison(Path(old), Path(new), findings, compiler, budget)
+    return replace(compared, does_not_prove=f"{DOES_NOT_PROVE} {covers.removesuffix(',')}.")
 
 
 def _comparison(

@@ -100,7 +100,7 @@ def identity_of(config: Config, problem: Problem) -> Identity:
 class Exported:
     """What was written. left_out: a problem and why it is not in it.
 
-    Of a run of calls: the function's name, the number of configs as `kernels`, and the files.
+    kernels: of a package. configs: of the function `name`, for a run of calls; the files have them.
     portfolio: of `at_most`, what was kept, what each shape loses, and what other numbers would.
     """
 
@@ -114,6 +114,7 @@ class Exported:
     notes: list[str] = field(default_factory=list)
     files: tuple[str, ...] = ()
     portfolio: Mapping[str, Any] | None = None
+    configs: int = 0
 
 
 def package_name(out: Path, asked: str | None) -> str:

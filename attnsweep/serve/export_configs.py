@@ -22,12 +22,12 @@ from attnsweep.choose.columns import Row
 from attnsweep.choose.pace import label_of_row
 from attnsweep.choose.ranking import ranked
 from attnsweep.choose.stats import ratio_interval
-from attnsweep.compile.calls import USUAL
 from attnsweep.core.callables import Asked
 from attnsweep.core.errors import SpecError, StoreError, reason
 from attnsweep.core.hardware import arch_named
 from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import OURS, Environment
+from attnsweep.family.called import USUAL
 from attnsweep.family.family import Config
 from attnsweep.serve.export import Exported
 from attnsweep.serve.portfolio import facts_of, of_size, portfolios, times_as_long
@@ -93,8 +93,9 @@ def export_configs(
         write_output(path, text)
     configs = {repr(entry["config"]) for entry in entries}
     return Exported(
-        *(out, function, len(entries), len(configs), sum(map(len, texts.values()))),
+        *(out, function, len(entries), 0, sum(map(len, texts.values()))),
         *((environment.gpu,), left_out),
+        configs=len(configs),
         files=tuple(map(str, texts)),
         portfolio=portfolio,
     )

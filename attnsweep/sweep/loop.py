@@ -20,6 +20,7 @@ from attnsweep.choose.pace import at_pace
 from attnsweep.choose.race import Pair, race
 from attnsweep.choose.ranking import judged, ranked, winner_of
 from attnsweep.choose.rounds import prepared
+from attnsweep.compile.calls import CalledBuild
 from attnsweep.compile.candidate import Build, compiled_candidate, workspace_limit
 from attnsweep.compile.launches import Candidate
 from attnsweep.compile.nvrtc import NOW, Compiler
@@ -253,16 +254,17 @@ class _ProblemSweep:
 
         Until then they were called where they launch the code of the timed problem alone.
         """
-        if not any(build.kernel.call for build in self._timed.values()):
+        timed = {key: b for key, b in self._timed.items() if isinstance(b, CalledBuild)}
+        if not timed:
             return
         (rows,) = ranked(self._store.rows_of(self._problem), None)
-        first = next((row["rank"] for row in rows if row["winner"]), None)
-        for trial in (row["trial"] for row in rows if row["rank"] == first):
-            build = self._timed.get(trial.key)
-            if first is None or build is None or trial.call.get("covers") != THIS_BINARY:
-                continue
+        ranks = [row["rank"] for row in rows if row["winner"]]
+        best = [row["trial"] for row in rows if row["rank"] in ranks]
+        proved = [t for t in best if t.key in timed and t.call.get("covers") == THIS_BINARY]
+        asked = [timed[trial.key].on_any_length() for trial in proved]  # all compile at once
+        for trial, candidate in zip(proved, asked, strict=True):
             try:
-                self._gpu.trial(build.on_any_length())
+                self._gpu.trial(candidate())
                 facts = {"covers": "any length"}
             except (WorkerError, CompileError) as error:
                 facts = {"other_lengths": str(error)}

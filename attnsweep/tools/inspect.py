@@ -15,7 +15,7 @@ from typing import Any
 
 from attnsweep.choose.ranking import rank, winners
 from attnsweep.compile.builds import build_of
-from attnsweep.compile.calls import known_space, machine_code
+from attnsweep.compile.calls import configs_with, machine_code
 from attnsweep.compile.cubin import resources, with_instructions
 from attnsweep.compile.nvrtc import Compiler, nvrtc_version
 from attnsweep.compile.trace import Tracers
@@ -23,7 +23,6 @@ from attnsweep.core.errors import CompileError, KernelError, SpaceError, StoreEr
 from attnsweep.core.hardware import Arch, bounds
 from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import Environment, Trial
-from attnsweep.family.called import CalledFamily
 from attnsweep.family.family import SMS, Config, Family, Param, values_in
 from attnsweep.family.params import value_of
 from attnsweep.family.space import Selection, Space
@@ -152,20 +151,14 @@ def inspect_call(
 
     A config's `as` is the number of the first of the same machine code. See `inspect`.
     """
-    family = CalledFamily(call.rpartition(":")[2], "", (), call=call)
     problem = problem or Problem(1, 16, 16, 1024, 1024, 64, "bf16")
     values = {name: value_of(text) for name, text in values_in(given).items()}
     with Tracers(arch, cache_dir) as tracers:
         tracer = tracers.of(call)
-        try:
-            family, selection = known_space(family, Selection(), tracer, [problem])
-        except CompileError:  # without an autotuner the values given are all
-            selection = Selection({name: (value,) for name, value in values.items()})
-        if why := family.refusal(problem, arch):
+        space, asked = configs_with(values, tracer, problem)
+        if why := space.kernel.refusal(problem, arch):
             raise SpaceError(f"{call} cannot run {problem.label}: {why}", hint="see --problem")
-        space = Space.build(family, problem, arch, selection)
-        asked = [c for c in space.configs if values.items() <= c.items()] or [Config(values)]
-        made = [(config, tracer.submit(problem, config)) for config in asked]
+        made = [(config, tracer.submit(problem, config, cases=False)) for config in asked]
         configs: list[dict[str, Any]] = []
         codes: dict[object, int] = {}
         for number, (config, traced) in enumerate(made, 1):
@@ -193,7 +186,9 @@ def inspect_call(
             "versions": tracer.versions,
             "total": space.total,
             "configs": configs,
-            "removed": {f"{n}: {family.rules[n][0]}": k for n, k in space.removed.items() if k},
+            "removed": {
+                f"{n}: {space.kernel.rules[n][0]}": k for n, k in space.removed.items() if k
+            },
         }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from attnsweep.compile.calls import configs_of
+from attnsweep.compile.calls import configs_with
 from attnsweep.compile.trace import Tracer
 from attnsweep.core.cases import Case
 from attnsweep.core.errors import CompileError, SpecError
@@ -50,21 +49,13 @@ class Interpreter:
         self._place.cleanup()
 
     def configs(self, _family: Family, words: str, problem: Problem) -> tuple[Config, ...]:
-        """The configs that its autotuner keeps on a problem and that have these values.
+        """The configs that its file keeps on a problem and that have these values.
 
         Without such a one, its first with these values in place of its own; without an autotuner,
         these values alone.
         """
         given = {name: value_of(text) for name, text in values_in(words).items()}
-        try:
-            kept = [configs_of(tuning)[1] for tuning in self._tracer.space(problem)]
-        except CompileError:  # its own defaults
-            return (Config(given),)
-        every = (
-            Config({n: v for config in each for n, v in config.items()})
-            for each in itertools.product(*kept)
-        )
-        return tuple(c for c in every if given.items() <= c.items()) or (Config(given),)
+        return tuple(configs_with(given, self._tracer, problem)[1])
 
     def check(self, _: object, config: Config, case: Case, **__: object) -> Result:
         """Call it on a case. Raises SimtError if it has no outputs."""

@@ -221,6 +221,20 @@ def test_calls_show_old_and_new(compared, tmp_path):
 
 
 @needs_triton
+def test_a_call_without_a_config_says_which_one_of_its_autotuner_is_compared(compared):
+    def said(done):
+        assert done.returncode in (0, 1, 4), done.stderr
+        return json.loads(done.stdout)["does_not_prove"]
+
+    own = {"function": "attention", "config": ""}
+    assert said(compared("--json", **own)).endswith("autotuner, BLOCK=32 num_warps=1 (--config names another).")
+    other = said(compared("--json", changed=("block in (32, 128)", "block in (64, 128)"), **own))
+    assert "BLOCK=32 num_warps=1 → BLOCK=64 num_warps=1 (" in other
+    assert said(compared("--json", config="BLOCK=64")).endswith("these shapes and this config.")
+    assert said(compared("--json", config="")).endswith("these shapes and the functions' defaults.")
+
+
+@needs_triton
 def test_calls_whose_lines_moved_are_equal(compared):
     code, verdict, why = of(compared("--json", changed=("CONFIGS = [", "\n\n# a comment\nCONFIGS = [")))
     assert (code, verdict, why) == (0, "pass", "same machine code and launches")

@@ -56,8 +56,9 @@ FAULTS = {
     "far away": "its process died (SIG",
     "shape": "must be a power of 2",
     "exits": "raised SystemExit: 3",
-    "dtype": "returned o as torch.float32",
-    "nothing": "returned NoneType in place of o",
+    "dtype": "o: returned torch.float32 on cpu, not torch.float16",
+    "nothing": "o: returned NoneType in place of a torch.Tensor",
+    "returns an input": "o: returned memory of an input",
     "hangs": "no answer within 2 s",
 }
 

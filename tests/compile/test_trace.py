@@ -89,6 +89,20 @@ def test_a_config_is_compiled_once_with_what_it_launches(tracers, place):
     assert tracer.key(LONG, values) == tracer.key(LONG, values) != tracer.key(SHORT, values)
 
 
+def test_small_cases_are_found_when_they_are_needed_without_compiling_again(tracers, place):
+    tracer, problem, values = tracers.of("tuned.py:attention"), Problem(1, 2, 2, 512, 512, 16, "bf16"), {"BLOCK": 32}
+    alone = tracer.submit(problem, values, cases=False).result()
+    once = {path: path.stat().st_mtime_ns for path in alone.cache.rglob("*")}
+    assert alone.cases is None
+    whole = tracer.submit(problem, values).result()
+    at_once = Tracer("tuned.py:attention", ARCH, place / "at_once")
+    assert whole.cases == at_once.submit(problem, values).result().cases != ()
+    at_once.close()
+    assert (whole.stages[0][1].digest, whole.hashes) == (alone.stages[0][1].digest, alone.hashes)
+    assert {path: path.stat().st_mtime_ns for path in whole.cache.rglob("*")} == once
+    assert tracer.submit(problem, values, cases=False).result().cases == whole.cases, "kept"
+
+
 def test_a_kernel_that_a_call_launches_twice_has_its_registers_twice(place, tracers):
     own = "    copied.fn[grid](q, out, problem.seqlen_q, D=problem.head_dim, BLOCK=BLOCK, **launch)\n"
     text = LAUNCHERS.read_text()
@@ -233,6 +247,12 @@ def test_without_another_compiler_the_sentence_names_its_project(place, package,
     (place / "absent_one.py").write_text(f"raise ModuleNotFoundError('none', name='{package}.language')")
     with pytest.raises(KernelError, match=f"none: pip install {project}$"):
         assert Tracer("absent_one.py:f?factory=true", ARCH, place / "cache").files
+    raised = f"    raise ModuleNotFoundError('none', name='{package}.language')\n"
+    (place / "absent_inside.py").write_text(f"def f(*, problem):\n{raised}")
+    tracer = Tracer("absent_inside.py:f?factory=true", ARCH, place / "cache")
+    with pytest.raises(CompileError, match=rf"none: pip install {project} \(absent_inside.py:2\)$"):
+        tracer.submit(SHORT, {}).result()
+    tracer.close()
 
 
 def test_without_triton_the_sentence_names_the_remedy(programs, place, monkeypatch, tmp_path):

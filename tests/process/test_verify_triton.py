@@ -46,3 +46,19 @@ def test_a_shape_with_backward_is_one_of_gradients(attnsweep, here):
     assert done.returncode == 1, done.stderr
     assert "(1,2,32,16) fp16 causal backward" in done.stdout
     assert "wrong: error of d" in done.stdout
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize(
+    ("call", "values", "shapes"),
+    [
+        ("calls_tma.py:attention", "BLOCK_N=128", ["1,2/1,70x321,32", "1,2/1,130x100,16 causal"]),
+        ("calls_backward.py:gradients", "BLOCK=128", ["1,2/1,70x201,32 backward", "1,2/1,130x100,16 causal backward"]),
+    ],
+)
+def test_the_kernels_that_calls_are_measured_with_are_right(call, values, shapes, attnsweep, here):
+    file = call.partition(":")[0]
+    (here / file).write_text((Path(__file__).parents[2] / "benchmarks" / file).read_text())
+    done = attnsweep("verify", call, values, *(word for shape in shapes for word in ("--problem", shape)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 findings in 2 cases" in done.stderr

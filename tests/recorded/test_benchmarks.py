@@ -442,3 +442,118 @@ def test_an_attack_that_passes_is_named(passes, judging, module, constants, tmp_
     assert found["judged wrongly"] == [*passes]
     assert {row["callable"] for row in found["rows"] if row["confirmed"]} == {*program.RIGHT, *passes}
     assert len(found["rows"]) == len(calls)
+
+
+# ---- benchmarks/calls_reach.py: figures of made-up times, and what a call does in its seconds ----
+
+
+@pytest.fixture
+def reach(module):
+    return module("calls_reach")
+
+
+def test_two_sweeps_agree_if_either_could_have_had_the_others_winner(reach):
+    a, b, c = (reach.whole({"BLOCK_M": block}) for block in (32, 64, 128))
+
+    def swept(winner, **ties):
+        return {"winner": winner, "ties": {{"a": a, "b": b, "c": c}[name]: us for name, us in ties.items()}}
+
+    found = reach.pairs([swept(a, a=10.0, b=10.05), swept(b, a=10.0, b=10.0), swept(b, b=10.0), swept(c, c=9.0, b=9.1)])
+    assert (found["pairs"], found["same"], found["same_or_tied"]) == (3, 1, 2)
+    assert found["span_percent"] == 1.111
+    row = reach.summary_of("twice", [found])
+    assert (row["pairs"], row["disagreed"]) == (3, 1)
+    assert row["reached"] == {"disagreed": False, "worst_span_percent": False}
+
+
+def test_a_regret_is_over_the_oracles_best_whatever_rounds_have_in_common(reach):
+    slow = [1.0, 2.0] * 9
+    level = reach.levels({"a": [10.1 * s for s in slow], "b": [10.0 * s for s in slow], "c": [12.0 * s for s in slow]})
+    assert level["b"] == 1
+    assert level["a"] == pytest.approx(1.01)
+    assert reach.near({"a": 10.0, "b": 10.5, "c": 10.51}) == {"a", "b"}
+    rows = [
+        {"regret_percent": 0.0, "autotune_regret_percent": 3.0},
+        {"regret_percent": 0.1, "autotune_regret_percent": 1.0},
+        {"regret_percent": 1.1, "autotune_regret_percent": 0.0},
+    ]
+    found = reach.summary_of("regret", rows)
+    assert (found["median_regret_percent"], found["worst_autotune_regret_percent"]) == (0.1, 3.0)
+    assert found["reached"] == {"median_regret_percent": True, "worst_regret_percent": False}
+
+
+@pytest.mark.parametrize(
+    ("part", "rows", "reached"),
+    [
+        ("cold", [(9.0, 10.0), (10.1, 10.0)], {"worst_ratio": False}),
+        ("warm", [(9.0, 3.0), (1.0, 10.0)], {"worst_ratio": True}),
+        ("widened", [1.0, 1.05], {"mean_ratio": True, "worst_ratio": True}),
+        ("widened", [0.999, 1.3], {"mean_ratio": True, "worst_ratio": False}),
+        ("template", [1.004, 0.996], {"most_off_percent": True}),
+        ("template", [1.0, 0.994], {"most_off_percent": False}),
+    ],
+)
+def test_what_was_measured_is_held_against_what_was_asked(part, rows, reached, reach):
+    made = [{"ours_s": r[0], "autotune_s": r[1]} if isinstance(r, tuple) else {"ratio": r} for r in rows]
+    found = reach.summary_of(part, made)
+    assert found["reached"] == reached
+    assert (found["cases"], found["of"]) == (2, len(reach.PARTS[part].cases))
+    assert reach.summary_of(part, []) == {}
+
+
+def test_20_shapes_of_three_kernels_are_asked_for(reach):
+    assert len({case.label for case in reach.CASES}) == 20
+    assert len(reach.CALLS) == 3
+    assert 3 * len(reach.CASES) == (reach.SWEEPS - 1) * 20 == 60
+
+
+def test_a_call_goes_on_where_the_last_one_stopped(reach, constants):
+    part, begun = reach.PARTS["regret"], []
+
+    def row(place, case):
+        begun.append(case.label)
+        if case is reach.CASES[0] and len(begun) == 1:
+            raise RuntimeError("a card that was lost")
+        return {"regret_percent": 0.0, "autotune_regret_percent": 0.0}
+
+    constants(reach, PARTS={"regret": reach.Part(row, part.summary, part.must, reach.CASES[:3])})
+    known = {reach.CASES[1].label: {}}
+    first, _, last = (case.label for case in reach.CASES[:3])
+    assert [row["case"] for row in reach.taken("regret", None, known, math.inf)] == [last]
+    assert [row["case"] for row in reach.taken("regret", None, known, math.inf)] == [first, last]
+    assert begun == [first, last] * 2
+    assert [*reach.taken("regret", None, known, 0.0)] == []
+    assert [row["case"] for row in reach.taken("regret", None, {}, math.inf, "64x8192")] == [last]
+
+
+def test_options_say_which_parts_there_are(reach, monkeypatch, capsys):
+    for words, said in ((["hot"], "no part hot: one of cold, warm"), (["cold"], "--out is missing")):
+        monkeypatch.setattr(sys, "argv", ["calls_reach.py", *words])
+        with pytest.raises(SystemExit):
+            reach.main()
+        assert said in capsys.readouterr().err
+
+
+def test_a_call_launches_a_templates_machine_code_as_the_template_does(reach, monkeypatch):
+    launched = []
+
+    class Kernel:
+        max_dynamic_shared_size_bytes = 48 << 10
+
+        def __call__(self, *args, **how):
+            launched.append((self.max_dynamic_shared_size_bytes, *args, how))
+
+    def raw(path):
+        return SimpleNamespace(get_function=lambda name: launched.append((path, name)) or Kernel())
+
+    numbers = {name: lambda value, name=name: (name, value) for name in ("uint64", "int32", "float32")}
+    on = SimpleNamespace(ExternalStream=nullcontext)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(RawModule=raw, cuda=on, **numbers))
+    stream = SimpleNamespace(current_stream=lambda: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=stream))
+    how = {"grid": (2, 3, 1), "threads": 128, "smem_bytes": 65536, "args": ("q", "o", 5, 0.5)}
+    exec(reach.LAUNCHED.format(cubin="a.cubin", function="fwd", **how), found := {})
+    q, k, v, out = (SimpleNamespace(data_ptr=lambda at=at: at) for at in (1, 2, 3, 4))
+    found["attention"](q, k, v, problem=None, out=out)
+    args = (("uint64", 1), ("uint64", 4), ("int32", 5), ("float32", 0.5))
+    assert launched == [("a.cubin", "fwd"), (65536, (2, 3, 1), (128, 1, 1), args, {"shared_mem": 65536})]

@@ -1,5 +1,6 @@
 """`module:function` as a baseline: how it is found, called and told apart when its file changes."""
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from attnsweep.baselines.registry import backend_of
 from attnsweep.core.callables import Asked
 from attnsweep.core.errors import SpecError
 from attnsweep.core.problem import Problem, Scores
-from attnsweep.core.user_code import source_digest, user_modules
+from attnsweep.core.user_code import imported, source_digest, user_modules
 from attnsweep.specs.load import load_spec
 
 PROBLEM = Problem(1, 2, 2, 8, 8, 64, "bf16")
@@ -141,6 +142,15 @@ def test_a_function_of_a_file_is_found_with_what_lies_beside_it(mine, tmp_path):
     for missing in ("kernels/none.py:f", "kernels/my_file.py:g"):
         with pytest.raises(Unavailable, match=f"cannot import {missing}"):
             forward(missing)
+
+
+def test_a_file_is_run_as_it_is_however_soon_it_was_edited(tmp_path):
+    file = tmp_path / "soon.py"
+    for value in (32, 64):  # as long, and of one second: what Python keeps of the first looks right
+        file.write_text(f"def attend():\n    return {value}\n")
+        os.utime(file, (1e9, 1e9))
+        module, attend = imported(f"{file}:attend")
+        assert (attend(), module.__file__) == (value, str(file))
 
 
 def test_a_module_says_what_it_supports_and_prepares_before_any_call(mine):

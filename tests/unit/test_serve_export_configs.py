@@ -39,7 +39,7 @@ def test_a_table_is_keyed_by_the_keys_and_named_after_heads_and_card(tmp_path):
         TABLE: {256: {"M": 64, "num_warps": 4}, 4096: {"M": 64, "num_warps": 4}},
         TABLE.replace("H=2", "H=4"): {64: SLOW},
     }
-    assert (done.winners, done.kernels, len(done.files)) == (3, 2, 4)
+    assert (done.winners, done.kernels, done.configs, len(done.files)) == (3, 0, 2, 4)
 
 
 def test_what_was_measured_lies_beside_a_table(tmp_path):
@@ -99,7 +99,7 @@ def portfolio_of(place, form, out):
 def test_one_config_serves_all_and_the_files_say_what_each_problem_loses(tmp_path, form):
     out = {"python": tmp_path / "mine.py", "triton": tmp_path / "mine.json", "vllm": tmp_path / "out"}[form]
     done = exported(tmp_path, FEW, form, out, at_most=1)
-    assert (done.winners, done.kernels, done.left_out) == (3, 1, [])
+    assert (done.winners, done.configs, done.left_out) == (3, 1, [])
     said = portfolio_of(tmp_path, form, out)
     assert said == done.portfolio
     assert said["kept"] == ["M=128 num_warps=8 maxnreg=128"]

@@ -18,7 +18,7 @@ from attnsweep.compile.traced.triton import AskedTooMuch, Recorder, on_card
 from attnsweep.core.errors import Unavailable
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem
-from attnsweep.core.user_code import BoundFunction, split
+from attnsweep.core.user_code import BoundFunction, breach, split
 
 # Bytes on each side of an input: all of its bits are set, which is NaN, or -1.
 _GUARD = 1 << 16
@@ -89,16 +89,13 @@ def called(call: str, function: Any, given: Inputs, values: Mapping[str, Any], a
     return made
 
 
-def keep(problem: Problem, made: Any, folder: Path) -> None:
+def keep(given: Inputs, made: Any, folder: Path) -> None:
     """Write what a call returned to a folder. Raises Unavailable if it is not as it should be."""
-    returned = made if isinstance(made, tuple) else (made,)
+    problem, returned = given.problem, made if isinstance(made, tuple) else (made,)
     for tensor, output in zip(problem.op.written(problem), returned, strict=False):
-        if not isinstance(output, torch.Tensor):
-            raise Unavailable(f"returned {type(output).__name__} in place of {tensor.name}")
-        is_, wanted = (tuple(output.shape), output.dtype), (tensor.shape, DTYPES[tensor.dtype])
-        if is_ != wanted:
-            of = "{0[1]} {0[0]}".format
-            raise Unavailable(f"returned {tensor.name} as {of(is_)}, not {of(wanted)}")
+        like = torch.empty(0, dtype=DTYPES[tensor.dtype])
+        if why := breach(torch, output, tensor.shape, like, given.tensors):
+            raise Unavailable(f"{tensor.name}: {why}")
         np.save(folder / f"{tensor.name}.npy", output.detach().contiguous().numpy())
     if len(returned) < len(problem.outputs):
         raise Unavailable(f"returned {len(returned)} of {', '.join(problem.outputs)}")

@@ -110,29 +110,49 @@ class Traced:
         """Why the callable takes no call of each problem, or None: its parameters or `supports`."""
         return [self._refusal(Problem.parse(problem)) for problem in problems]
 
-    def trace(self, problem: str, values: dict[str, Any], folder: str) -> dict[str, Any]:
-        """The launches of a call with a config's values, whose cubins are written to a folder."""
-        from attnsweep.compile.traced import fake
+    def cases(self, problem: str, values: dict[str, Any], folder: str) -> list[Any]:  # noqa: ARG002
+        """The `cases` of a trace that was made without; folder: its own, which has its kernels."""
+        shape, (own, left) = Problem.parse(problem), self._split(values)
+        tuned, _ = self._call(shape, own, left)
+        return self._cases(shape, own, left, {launch.hash for launch in tuned.launches})
 
-        shape = Problem.parse(problem)
-        own, left = (values, {}) if self.asked.factory else split(self.function, values)
-        with fake.Operations() as operations:
-            tuned, error = self._call(shape, own, left)
-        if error and not tuned.cannot:
-            raise Unavailable(error)
-        launches, hashes = [], {launch.hash for launch in tuned.launches}
+    def _split(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        return (values, {}) if self.asked.factory else split(self.function, values)
+
+    def _cases(self, shape: Problem, own: Any, left: Any, hashes: set[str]) -> list[Any]:
+        """Small cases on which a call launches the same code, as answers have them."""
 
         def serves(case: Problem) -> bool:
-            """Whether a call launches the same code on another problem."""
             if Problem.parse(case.label) != case:
                 return False
             met, other = self._call(case, own, left, hashes)
             return not other and hashes.issuperset(launch.hash for launch in met.launches)
 
+        cases = served_cases(called_cases(shape), shape, serves)
+        return [(case.problem.label, case.inputs) for case in cases]
+
+    def trace(
+        self, problem: str, values: dict[str, Any], folder: str, cases: bool
+    ) -> dict[str, Any]:
+        """The launches of a call with a config's values, whose cubins are written to a folder.
+
+        cases: find those on which it launches the same code, too.
+        """
+        from attnsweep.compile.traced import fake
+
+        shape, (own, left) = Problem.parse(problem), self._split(values)
+        with fake.Operations() as operations:
+            tuned, error = self._call(shape, own, left)
+        if error and not tuned.cannot:
+            raise Unavailable(error)
+        launches, hashes = [], {launch.hash for launch in tuned.launches}
         unseen = operations.unseen and f"{operations.unseen} may launch kernels of its own"
         why = error or unseen or ("" if hashes else "a call launches no kernel of Triton's")
-        one = why or tuned.of_one_shape
-        cases = () if one else served_cases(called_cases(shape), shape, serves)
+        found: list[Any] | None = None
+        if why or tuned.of_one_shape:
+            found = []
+        elif cases:
+            found = self._cases(shape, own, left, hashes)
         for number, launch in enumerate(tuned.launches):
             facts = asdict(launch)
             Path(folder, f"{number}.cubin").write_bytes(facts.pop("cubin"))
@@ -140,7 +160,7 @@ class Traced:
         return {
             "launches": launches,
             "host": operations.digest,
-            "cases": [(case.problem.label, case.inputs) for case in cases],
+            "cases": found,
             "why": why,
             "files": self.closure(),
         }
@@ -205,7 +225,7 @@ class Traced:
         except Unavailable as error:
             raise Unavailable(_explained(error)) from error
         given.check()
-        interpreted.keep(given.problem, made, Path(folder))
+        interpreted.keep(given, made, Path(folder))
 
     def _call(
         self,
@@ -226,35 +246,24 @@ class Traced:
         from attnsweep.compile.traced.triton import AskedTooMuch, Recorder
 
         recorder, name = Recorder(tuned, known, widen=widen), str(self.asked)
-        with fake.no_card(self.arch), recorder.recording(self.arch):
-            try:
-                function, values = self.function, own
-                if self.asked.factory:
-                    function, values = built(name, function, problem, own), {}
-            except Unavailable as error:
-                recorder.cannot = fake.cannot_be_traced(error.__cause__)
-                return recorder, _explained(error)
-        call = BoundFunction(
-            torch,
-            problem,
-            name,
-            function,
-            values=values,
-            tensors=(torch.Tensor, fake.FakeTensor),
-        )
-        with fake.no_card(self.arch), recorder.recording(self.arch):
-            inputs = fake.inputs_of(problem)
-            try:
-                call(*inputs)
+        function, kinds = self.function, (torch.Tensor, fake.FakeTensor)
+        try:
+            if self.asked.factory:
+                with fake.no_card(self.arch), recorder.recording(self.arch):
+                    function, own = built(name, function, problem, own), {}
+            call = BoundFunction(torch, problem, name, function, values=own, tensors=kinds)
+            # Anew: a factory may have imported what is recorded.
+            with fake.no_card(self.arch), recorder.recording(self.arch):
+                call(*fake.inputs_of(problem))
                 recorder.check()
-            except AskedTooMuch as error:
-                return recorder, str(error)
-            except Unavailable as error:
-                cause = error.__cause__
-                if isinstance(cause, AskedTooMuch):
-                    return recorder, str(cause)
-                recorder.cannot = fake.cannot_be_traced(cause)
-                return recorder, _explained(error)
+        except AskedTooMuch as error:
+            return recorder, str(error)
+        except Unavailable as error:
+            cause = error.__cause__
+            if isinstance(cause, AskedTooMuch):
+                return recorder, str(cause)
+            recorder.cannot = fake.cannot_be_traced(cause)
+            return recorder, _explained(error)
         return recorder, ""
 
 
@@ -331,7 +340,7 @@ class Server:
 
     def _begin(self, request: dict[str, Any]) -> tuple[int, Child]:
         number, limit_s = request.pop("number"), request.pop("limit_s")
-        if request["do"] == "trace":
+        if request["do"] in ("trace", "cases"):
             importlib.import_module("attnsweep.compile.traced.triton").warm_up()
         come, go = os.pipe()
         pid = os.fork()

@@ -26,13 +26,11 @@ from triton.runtime.jit import JITFunction
 
 from attnsweep.compile.traced import others
 from attnsweep.core.hardware import Arch
+from attnsweep.family.called import USUAL, Tuning
 
-# What a launch takes beside the kernel's own parameters; Triton makes options of them.
-OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 NO_GRID = (0, 0, 0)
 """The grid of a launch that none is known of before it runs."""
 _CACHES = ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR")
-_USUAL = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "maxnreg": None}
 
 
 class AskedTooMuch(Exception):
@@ -54,18 +52,6 @@ class Launched:
     """ptxas's."""
 
 
-@dataclass
-class Tuned:
-    """An autotuner that a call launches: its configs as they stand, and those it keeps here.
-
-    Names of values that another autotuner of the call has too are written `name.value`.
-    """
-
-    name: str
-    configs: list[dict[str, Any]]
-    kept: list[dict[str, Any]]
-
-
 def warm_up() -> None:
     """Digest Triton's own files, half a gigabyte, which keys of its cache have: forks spare it."""
     for module in (triton.runtime.cache, triton.compiler.compiler):  # since 3.4, and before
@@ -74,7 +60,7 @@ def warm_up() -> None:
 
 def values_of(config: triton.Config) -> dict[str, Any]:
     """A config's parameters, and the options that are not Triton's usual ones in every config."""
-    return {**config.kwargs, **{name: getattr(config, name) for name in OPTIONS}}
+    return {**config.kwargs, **{name: getattr(config, name) for name in USUAL}}
 
 
 def widened(configs: Sequence[triton.Config]) -> list[triton.Config]:
@@ -87,7 +73,7 @@ def widened(configs: Sequence[triton.Config]) -> list[triton.Config]:
     values: dict[str, list[Any]] = {}
     for name in every[0]:
         seen = dict.fromkeys(each[name] for each in every)
-        if name not in _USUAL or [*seen] != [_USUAL[name]]:
+        if name not in USUAL or [*seen] != [USUAL[name]]:
             near = dict.fromkeys(v for one in seen for v in _neighbours(name, one))
             seen = dict.fromkeys(sorted(seen | near)) if near else seen
         values[name] = [*seen]
@@ -114,8 +100,8 @@ def _like(configs: Sequence[triton.Config], values: Mapping[str, Any]) -> triton
     if len({config.pre_hook for config in configs}) > 1:
         what = "its configs have several pre_hooks: a new one cannot have one of them"
         raise AskedTooMuch(what)
-    options = {name: getattr(first, name) for name in OPTIONS}
-    options |= {name: values.pop(name) for name in OPTIONS if name in values}
+    options = {name: getattr(first, name) for name in USUAL}
+    options |= {name: values.pop(name) for name in USUAL if name in values}
     return triton.Config({**first.kwargs, **values}, **options, pre_hook=first.pre_hook)
 
 
@@ -142,7 +128,7 @@ class Recorder:
         """Whether what a call launches is compiled for its shape alone."""
         self.launches: list[Launched] = []
         self._logs: dict[str, str] = {}
-        self.met: list[Tuned] = []
+        self.met: list[Tuning] = []
         self._tuners: dict[str, Any] = {}
         self._taken: set[str] = set()
 
@@ -231,7 +217,9 @@ class Recorder:
             tuner.configs = widened(every) if self._widen else every
             kept = tuner.prune_configs(how)
             if not known:
-                self.met.append(Tuned(name, *([*map(values_of, c)] for c in (tuner.configs, kept))))
+                self.met.append(
+                    Tuning(name, *([*map(values_of, c)] for c in (tuner.configs, kept)))
+                )
             tuner.configs = kept[:1]
         try:
             return run(tuner, *args, **how)
@@ -244,11 +232,11 @@ class Recorder:
         asked = {}
         for full, value in self._tuned.items():
             of, _, short = full.rpartition(".")
-            if of == name or (not of and (short in OPTIONS or short in every[0].kwargs)):
+            if of == name or (not of and (short in USUAL or short in every[0].kwargs)):
                 asked[short] = value
                 self._taken.add(full)
         for config in every:
-            if not asked or values_of(config) == {**_USUAL, **asked}:
+            if not asked or values_of(config) == {**USUAL, **asked}:
                 return config
         return _like(every, asked)
 
@@ -257,15 +245,15 @@ class Recorder:
         if left := [name for name in self._tuned or () if name not in self._taken]:
             raise AskedTooMuch(f"neither the function nor its autotuner has {', '.join(left)}")
 
-    def tunings(self) -> list[Tuned]:
+    def tunings(self) -> list[Tuning]:
         """The autotuners that were met, with names of values that only one of them has."""
         names = Counter(name for met in self.met for name in met.configs[0])
 
-        def own(met: Tuned, values: dict[str, Any]) -> dict[str, Any]:
+        def own(met: Tuning, values: dict[str, Any]) -> dict[str, Any]:
             return {n if names[n] == 1 else f"{met.name}.{n}": v for n, v in values.items()}
 
         return [
-            Tuned(met.name, *([own(met, each) for each in of] for of in (met.configs, met.kept)))
+            Tuning(met.name, *([own(met, each) for each in of] for of in (met.configs, met.kept)))
             for met in self.met
         ]
 
@@ -341,8 +329,10 @@ def on_card(arch: Arch, device: str = "cuda") -> Iterator[None]:
     """Triton as it is on such a card, as far as compiling asks. device: where tensors lie."""
     before = triton.runtime.driver._active
     triton.runtime.driver.set_active(_driver_of(arch, device))
-    yield
-    triton.runtime.driver.set_active(before)
+    try:
+        yield
+    finally:
+        triton.runtime.driver.set_active(before)
 
 
 def _driver_of(arch: Arch, device: str) -> Any:

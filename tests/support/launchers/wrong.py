@@ -69,6 +69,8 @@ def attention(q, k, v, is_causal, sm_scale, *, fault="", BLOCK=32):
         return out.float()
     if fault == "nothing":
         return None
+    if fault == "returns an input":
+        return q.view_as(q)
     grid, sizes = (triton.cdiv(n, BLOCK), b * h), (h // k.shape[1], n, k.shape[2])
     attend[grid](q, k, v, out, sm_scale, *sizes, D=d, CAUSAL=is_causal, BLOCK=BLOCK, fault=fault)
     return out
