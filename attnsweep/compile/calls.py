@@ -248,7 +248,7 @@ class CalledBuild(Build):
     def candidate(self) -> Candidate:
         """All that the worker needs to call it."""
         plan = self.launches_for(self.problem)
-        cases = self.traced.cases
+        cases = self.traced.cases or ()
         # What a factory builds is of one shape: TileLang compiled the eleven cases of a candidate
         # for 30 s while the card waited, and they are other code than what is timed.
         if not (cases or self._of_one_shape):

@@ -207,10 +207,16 @@ def test_what_is_asked_for_goes_before_what_may_be(source, tmp_path, monkeypatch
 
 
 def test_what_waits_is_cancelled_at_the_end(source, tmp_path, monkeypatch):
-    go = threading.Event()
-    monkeypatch.setattr(Compiler, "_obtain", lambda *_: go.wait(20))
+    first, go = threading.Event(), threading.Event()
+
+    def obtain(*_):
+        first.set()
+        return go.wait(20)
+
+    monkeypatch.setattr(Compiler, "_obtain", obtain)
     made = Compiler(ARCHS["sm_90a"], tmp_path / "cache", threads=1)
     begun, waiting = (made.submit(source, {"VALUE": value}) for value in "ab")
+    assert first.wait(20)
     made.close()
     go.set()
     assert waiting.cancelled()
