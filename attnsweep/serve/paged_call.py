@@ -139,6 +139,11 @@ def understood(
         k_cache, v_cache, table = _in_pages(k_cache), _in_pages(v_cache), _rows(k_cache)
     elif not isinstance(table, torch.Tensor) or table.dtype != torch.int32 or table.dim() != 2:
         raise TypeError("page_table is an int32 tensor of two dimensions, (batch, blocks)")
+    elif page_size not in (1, 2, 4) and page_size % 8:
+        raise ValueError(
+            f"k_cache is {tuple(k_cache.shape)}, with pages of {page_size} slots, which no kernel "
+            "reads: make pages of 1, 2, 4 or a multiple of 8 slots"
+        )
     if table.shape[0] != batch or table.device != q.device or table.stride(1) != 1:
         what = f"{tuple(table.shape)} on {table.device} with strides {table.stride()}"
         raise ValueError(f"page_table is {what}: it has a contiguous row of each of {batch}")

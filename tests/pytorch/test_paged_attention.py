@@ -101,6 +101,16 @@ def changed(name, value):
     return of
 
 
+def in_pages_of(size):
+    """The call with a cache whose pages have so many slots."""
+
+    def of(tensors, options):
+        q, *caches = tensors
+        return (q, *(x.repeat(1, 4, 1, 1)[:, :size] for x in caches)), options
+
+    return of
+
+
 WRONG = [
     (changed("q", lambda q: q.float()), TypeError, "q is torch.float32"),
     (changed("q", lambda q: q[:, 0]), ValueError, "four dimensions"),
@@ -114,6 +124,9 @@ WRONG = [
     (changed("page_table", lambda t: t[:2]), ValueError, "page_table is"),
     (changed("cache_seqlens", lambda t: t.long()), TypeError, "cache_seqlens is an int32"),
     (changed("cache_seqlens", lambda t: t[:2]), ValueError, "it has 3 numbers"),
+    (in_pages_of(0), ValueError, "no slots"),
+    (in_pages_of(3), ValueError, "pages of 3 slots, which no kernel reads: make pages of"),
+    (in_pages_of(12), ValueError, "pages of 12 slots"),
     (changed("softcap", lambda _: -1.0), ValueError, "softcap"),
     (changed("k_descale", lambda _: torch.ones(3, 2)), ValueError, "of an FP8 cache"),
     (changed("sinks", lambda _: torch.ones(3)), ValueError, "sinks"),
@@ -130,6 +143,18 @@ def test_what_the_host_sees_is_refused_in_words(change, kind, said):
     tensors, options = change(*call())
     with pytest.raises(kind, match=said):
         paged.flash_attn_with_kvcache(*tensors, **options)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 24, 48])
+def test_pages_that_kernels_read_are_answered(size):
+    (q, *caches), options = in_pages_of(size)(*call())
+    k, v = (pages.nan_to_num() for pages in caches)
+    table = options["page_table"].clamp(0, len(k) - 1)
+    lengths = options["cache_seqlens"].clamp(max=size * table.shape[1])
+    how = {"cache_seqlens": lengths, "causal": True}
+    dense = [pages[table.long()].flatten(1, 2) for pages in (k, v)]
+    out = paged.flash_attn_with_kvcache(q, k, v, page_table=table, **how)
+    assert torch.equal(out, paged.flash_attn_with_kvcache(q, *dense, **how))
 
 
 @pytest.mark.parametrize(
