@@ -246,6 +246,14 @@ def _rows(cache: torch.Tensor) -> torch.Tensor:
     return _table_of(batch, blocks, cache.device)
 
 
+def check_output(call: Arguments, out: Any) -> None:
+    """Raise ValueError for an output that is given and has not the shape of the call's."""
+    own = (call.of_out, call.q.dtype, call.q.device)
+    if out is not None and (tuple(out.shape), out.dtype, out.device) != own:
+        what = f"{tuple(out.shape)}, {out.dtype} on {out.device}"
+        raise ValueError(f"out is {what}, and the output {own[0]}, {own[1]} on {own[2]}")
+
+
 def check_values(call: Arguments) -> None:
     """Raise ValueError for what lies on the device and cannot be. Waits for it."""
     capacity = call.table.shape[1] * call.k.shape[1]

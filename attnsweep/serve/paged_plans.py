@@ -49,10 +49,10 @@ _MOST_CAPTURES = 8
 # Plans that are kept; an engine meets one for each width of its tables.
 _MOST_KINDS = 4096
 _UNLIMITED = 2**30  # a side of a window
-_WORKSPACES = ("parts", "part_sums", "counters", "turns", "runs")
+_WORKSPACES = ("parts", "part_sums", "counters", "turns")
 NAMES = (
     *("q", "k", "v", "o", "block_table", "seqused_k", "k_scale", "v_scale", "sinks", "lse"),
-    *("query_begins", "query_ends", *_WORKSPACES),
+    *("query_begins", "query_ends", "runs", *_WORKSPACES),
 )
 """The buffers of a launch, in the order in which their addresses are given."""
 _plans: dict[tuple[Any, ...], Plan] = {}
@@ -68,8 +68,8 @@ class Plan:
     tails: dict[int, tuple[tuple[int, ...], Any]] = field(default_factory=dict)
     """Addresses of the workspaces on a stream, and what keeps them."""
 
-    def tail(self, index: int, stream: int, runs: torch.Tensor | None) -> tuple[int, ...]:
-        """Addresses of the workspaces of a call; the last is that of the runs, if it has them."""
+    def tail(self, index: int, stream: int) -> tuple[int, ...]:
+        """Addresses of the workspaces of a call."""
         capturing = is_capturing()
         found = None if capturing else self.tails.get(stream)
         if found is None:
@@ -78,7 +78,7 @@ class Plan:
             found = made, dict(spaces)
             if not capturing:
                 self.tails[stream] = found
-        return found[0] if runs is None else (*found[0][:-1], runs.data_ptr())
+        return found[0]
 
 
 @functools.cache
@@ -402,9 +402,7 @@ def _made(call: Arguments, scheduled: Config | None) -> Plan:
         launches = (_decoding if choice.family == DECODE else _appending)(choice, call, index)
     except (AttnsweepError, ProblemError, DriverError, OSError) as error:
         return without("not_served", str(error).splitlines()[0])
-    spaces = {name: size for name, size in choice.spaces.items() if name != "lse"}
-    if scheduled is not None:
-        spaces.pop("runs", None)
+    spaces = {name: size for name, size in choice.spaces.items() if name in _WORKSPACES}
     own = f"{choice.family} {choice.config.label}"
     return Plan(Explanation(own, "kernel", choice.said, 0.0, name_of(index)), launches, spaces)
 

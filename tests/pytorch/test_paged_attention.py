@@ -130,6 +130,7 @@ WRONG = [
     (changed("softcap", lambda _: -1.0), ValueError, "softcap"),
     (changed("k_descale", lambda _: torch.ones(3, 2)), ValueError, "of an FP8 cache"),
     (changed("sinks", lambda _: torch.ones(3)), ValueError, "sinks"),
+    (changed("out", lambda _: torch.ones(3)), ValueError, r"out is \(3,\), torch.float32 on cpu, and the output"),
     (changed("k", lambda _: torch.ones(3)), TypeError, "give both"),
     (changed("rotary_cos", lambda _: torch.ones(3)), NotImplementedError, "rotate q and k before"),
     (changed("rotary_cos", lambda _: torch.ones(3)), NotImplementedError, "rotary_cos"),
@@ -243,6 +244,24 @@ def test_a_call_of_a_known_kind_is_not_understood_again(launches):
     (of_first, _), (of_second, stream) = launches.issued
     expected = [*(each.data_ptr() for each in other), second.data_ptr()]
     assert ([*of_second[:4]], of_second[4:], stream) == (expected, of_first[4:], 7)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_an_output_that_is_given_is_filled(launches, scheduled):
+    (q, k, v), options = call()
+    if scheduled:
+        runs = torch.zeros(64, dtype=torch.uint8)
+        options["scheduler_metadata"] = paged.ScheduleMetadata(runs, "WARPS=4 SCHEDULE=1")
+    for _ in range(2):
+        out = torch.empty(q.shape, dtype=q.dtype)
+        assert paged.flash_attn_with_kvcache(q, k, v, out=out, **options) is out
+        addresses, _ = launches.issued[-1]
+        assert addresses[3] == out.data_ptr()
+        assert addresses[plans.NAMES.index("runs")] == (runs.data_ptr() if scheduled else 0)
+    assert len(launches.planned) == 2  # the first call: when it is answered, and when it is noted
+    wide = torch.empty(*q.shape[:3], 2 * q.shape[3], dtype=q.dtype)[..., : q.shape[3]]  # the kernel cannot fill it
+    assert paged.flash_attn_with_kvcache(q, k, v, out=wide, **options) is wide
+    assert launches.issued[-1][0][3] != wide.data_ptr()
 
 
 @pytest.mark.parametrize(("tokens", "most"), [((0, 3, 4, 6), 3), ((0, 2, 4, 6), 2)])
