@@ -324,6 +324,7 @@ DEFAULTS = {
         OVERLAP=1,
         PINGPONG=0,
         SPLITS=1,
+        COPY_WARPS=4,
         MAXIMA=1,
     ),
 }
