@@ -94,10 +94,35 @@ def ways_of_mla(batch: int = 128, heads: int = 16, blocks: int = 16) -> dict[str
     }
 
 
+def ways_of_paged(batch: int = 32, heads: int = 32, heads_kv: int = 8, blocks: int = 8) -> dict[str, Way]:
+    """Decoding from pages of 16 slots. Raises SystemExit if no kernel serves it.
+
+    paged_scheduled: with a schedule made before; paged_out: into a tensor that is there.
+    """
+    made = partial(torch.zeros, dtype=torch.bfloat16, device="cuda")
+    q, (k, v) = made(batch, 1, heads, 128), made(2, batch * blocks, 16, heads_kv, 128)
+    table = torch.arange(batch * blocks, dtype=torch.int32, device="cuda").view(batch, blocks)
+    lengths = torch.full((batch,), blocks * 16, dtype=torch.int32, device="cuda")
+    call = partial(attnsweep.flash_attn_with_kvcache, q, k, v, cache_seqlens=lengths, page_table=table, causal=True)
+    sizes = (batch, 1, blocks * 16, heads, heads_kv, 128)
+    schedule = attnsweep.get_scheduler_metadata(*sizes, lengths, page_size=16, causal=True)
+    if schedule is None:
+        sys.exit("no kernel serves decoding from pages here")
+    scheduled, out = partial(call, scheduler_metadata=schedule), torch.empty_like(q)
+    return {
+        "paged": Way(call),
+        "paged_scheduled": Way(scheduled),
+        "paged_out": Way(partial(call, out=out)),
+        "paged_scheduled_out": Way(partial(scheduled, out=out)),
+        "empty_like": Way(lambda: torch.empty_like(q)),
+    }
+
+
 def cases() -> Iterator[tuple[str, dict[str, Way]]]:
     """Each shape and who is timed on it."""
     for shape in SHAPES:
         yield f"{shape[0]} {str(shape[1]).removeprefix('torch.')} {'causal' if shape[2] else 'full'}", ways_of(shape)
+    yield "(32, 32/8, 1x128, 128) bfloat16 paged(16)", ways_of_paged()
     yield "(128, 16/1, 1x1024, 576/512) bfloat16 causal", ways_of_mla()
 
 

@@ -1,12 +1,13 @@
 """Steps of a serving engine: calls on a paged cache, and tokens a second of a whole loop.
 
-  python benchmarks/serving.py calls|loop [FILE.json]
+  python benchmarks/serving.py calls|held_out|loop [FILE.json]
 
 calls: requests that decode beside requests whose prompts are read in pieces, in one call, by
 attnsweep, by FlashAttention-3 if it is installed, and by PyTorch behind a gather, in turns; every
-output is compared. loop: continuous batching with a Llama of random weights, whose attention is the
-class of docs/how-to/engine.md, by the same three: eager, and with steps that only decode in CUDA
-graphs, which a gather cannot have.
+output is compared. held_out: mixes that nobody tuned on, drawn before any was timed; a spec cannot
+have them, because all its requests have as many queries. loop: continuous batching with a Llama of
+random weights, whose attention is the class of docs/how-to/engine.md, by the same three: eager, and
+with steps that only decode in CUDA graphs, which a gather cannot have.
 """
 
 from __future__ import annotations
@@ -50,6 +51,29 @@ CALLS: dict[str, Any] = {
     "32 decode at 128 or 4k": ([1] * 32, [128] * 16 + [4096] * 16, *LLAMA, 16),
 }
 
+HELD_OUT: dict[str, Any] = {
+    "9 decode at 2k to 18k, one reads 900 at 3k": ([1] * 9 + [900], [*range(2000, 20000, 2000), 3000], *LLAMA, 16),
+    "45 decode at 700, 3 read 256 at 2.5k": ([1] * 45 + [256] * 3, [700] * 45 + [2500] * 3, *LLAMA, 16),
+    "5 decode at 24k, 2 read 1500 at 12k": ([1] * 5 + [1500] * 2, [24000] * 5 + [12000] * 2, *LLAMA, 64),
+    "26 decode at 50 to 7k, one reads 2048 at 2k": (
+        [1] * 26 + [2048],
+        [50, 90, 260, 470, 820, 1100, 1900, 2600, 3300, 4100, 5200, 6000, 7000] * 2 + [2048],
+        *LLAMA,
+        16,
+    ),
+    "16 check three guesses at 5k, 2 read 400 at 1k": ([4] * 16 + [400] * 2, [5000] * 16 + [1000] * 2, *LLAMA, 16),
+    "28 heads: 60 decode at 1.5k, one reads 1024 at 9k": ([1] * 60 + [1024], [1500] * 60 + [9000], 28, 4, 128, 32),
+    "8 heads of 70B: 100 decode at 2k, 4 read 128 at 6k": (
+        [1] * 100 + [128] * 4,
+        [2000] * 100 + [6000] * 4,
+        8,
+        1,
+        128,
+        16,
+    ),
+    "columns of 64: 20 decode at 3k, 3 read 700 at 4k": ([1] * 20 + [700] * 3, [3000] * 20 + [4000] * 3, 16, 4, 64, 16),
+}
+
 LOOPS = 4  # the first of each is not counted
 LONGEST = 1600  # tokens of a request that graphs of the loop serve
 
@@ -87,11 +111,11 @@ def providers() -> dict[str, Any]:
     return made
 
 
-def measured_calls() -> Iterator[dict[str, Any]]:
+def measured_calls(calls: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A row for each call."""
     from packed_step import Step
 
-    for name, (tokens, keys, heads, heads_kv, dim, page) in CALLS.items():
+    for name, (tokens, keys, heads, heads_kv, dim, page) in calls.items():
         step = Step(tokens, keys, heads, heads_kv, dim, page=page, device="cuda")
         given = {"q": step.q, "k": step.k, "v": step.v, "cu_seqlens_q": step.begins, "seqused_k": step.lengths}
         given |= {"max_seqlen_q": max(tokens), "block_table": step.table.clamp(min=0)}
@@ -163,9 +187,10 @@ def _attend(call: Any) -> Any:
 
 def main() -> None:
     """See the file's text."""
-    parser = options(__doc__, "what", ("calls", "loop"))
+    parser = options(__doc__, "what", ("calls", "held_out", "loop"))
     told = parser.parse_args()
-    rows = measured_calls() if told.what == "calls" else measured_loop()
+    calls = {"calls": CALLS, "held_out": HELD_OUT}.get(told.what)
+    rows = measured_loop() if calls is None else measured_calls(calls)
     write_rows(told.file, described(), rows, torch=torch.__version__)
 
 

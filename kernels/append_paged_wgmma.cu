@@ -60,7 +60,7 @@ constexpr int KEY_GROUPS = 1, MULTICAST = 1, PERSISTENT = 1, O_OVER_Q = 0, P_SHA
               Q_REGISTERS = 0, SWIZZLE = 128;
 constexpr int ROW_GROUPS = WARPGROUPS, STAGES = NUM_STAGES, COLUMNS = (HEAD_DIM + 15) / 16 * 16,
               COLUMNS_V = COLUMNS;
-constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 128;
+constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 32 * COPY_WARPS;
 static_assert(HEAD_DIM % 32 == 0, "a quad stores 32 columns at once");
 static_assert(BLOCK_N % 16 == 0, "8 rows are swizzled together");
 static_assert(!PINGPONG || (OVERLAP && WARPGROUPS > 1),
@@ -69,7 +69,7 @@ constexpr unsigned ALL_LANES = 0xffffffffu;
 
 constexpr int common_divisor(int a, int b) { return b == 0 ? a : common_divisor(b, a % b); }
 constexpr int BOX = BY_ROWS ? 1 : common_divisor(PAGE_SIZE, BLOCK_N),  // slots of a copy
-    BOXES = BLOCK_N / BOX, PRODUCERS = BY_ROWS ? 4 : 1;                // warps
+    BOXES = BLOCK_N / BOX, PRODUCERS = BY_ROWS ? COPY_WARPS : 1;       // warps
 static_assert(BY_ROWS || BOXES <= 32, "a lane has a box");
 
 using QTile = SharedTile<element_t, 64, COLUMNS, SWIZZLE>;  // of one warpgroup
@@ -77,7 +77,7 @@ using KTile = SharedTile<element_t, BLOCK_N, COLUMNS, SWIZZLE>;
 using VTile = KTile;
 using PTile = SharedTile<element_t, 64, BLOCK_N, 128>;
 constexpr unsigned Q_BYTES = QTile::BYTES, K_BYTES = KTile::BYTES, V_BYTES = VTile::BYTES,
-                   P_BYTES = PTile::BYTES;
+                   P_BYTES = PTile::BYTES, ROOM_BYTES = BLOCK_N * COLUMNS;
 constexpr bool SCORES_AGAIN = OVERLAP && MAXIMA == 2;
 // Requests end within a tile, and warpgroups then have no query, which pass by all tiles but one.
 constexpr bool UNSEEN_TILES = WARPGROUPS > 1,
@@ -165,14 +165,24 @@ struct Barriers {
 };
 // Where everything lies in shared memory.
 struct Memory {
-    unsigned q, k, v, told;
+    unsigned q, k, v;
+#if CACHE_E4M3
+    unsigned rooms;  // of tiles that are on their way
+#endif
+    unsigned told;
     Barriers barriers;
     __device__ __forceinline__ explicit Memory(unsigned base)
         : q(base),
           k(q + ROW_GROUPS * Q_BYTES),
           v(k + STAGES * K_BYTES),
+#if CACHE_E4M3
+          rooms(v + STAGES * V_BYTES),
+          told(rooms + ROOMS * ROOM_BYTES),
+#else
           told(v + STAGES * V_BYTES),
-          barriers{told + PLACES * static_cast<unsigned>(sizeof(Work))} {}
+#endif
+          barriers{told + PLACES * static_cast<unsigned>(sizeof(Work))} {
+    }
 };
 // What the consumer asks of a call, and of the request whose tile it has.
 struct Call {
@@ -378,8 +388,9 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, Copies copies, co
         for (int j = 0; j <= tiles; ++j, key -= BLOCK_N) {
             Copies::Place from_next = -1;
             if (j < tiles) {
-                mbarrier_wait(barriers.k_empty(k_at.stage), k_at.phase ^ 1);
-                copies.load_k(at.k + k_at.stage * K_BYTES, barriers.k_full(k_at.stage), key,
+                if (!CACHE_E4M3) mbarrier_wait(barriers.k_empty(k_at.stage), k_at.phase ^ 1);
+                copies.load_k(at.k + k_at.stage * K_BYTES,
+                              barriers.k_full(k_at.stage) | (CACHE_E4M3 ? k_at.phase ^ 1 : 0), key,
                               work.head_kv, from);
                 k_at.next();
                 if (j + 1 < tiles) from_next = place_of(key - BLOCK_N);
@@ -390,8 +401,9 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, Copies copies, co
                     if (lane == 0) load_queries(q, at, call, work);
                 }
             } else {
-                mbarrier_wait(barriers.v_empty(v_at.stage), v_at.phase ^ 1);
-                copies.load_v(at.v + v_at.stage * V_BYTES, barriers.v_full(v_at.stage),
+                if (!CACHE_E4M3) mbarrier_wait(barriers.v_empty(v_at.stage), v_at.phase ^ 1);
+                copies.load_v(at.v + v_at.stage * V_BYTES,
+                              barriers.v_full(v_at.stage) | (CACHE_E4M3 ? v_at.phase ^ 1 : 0),
                               key + BLOCK_N, work.head_kv, from_before);
                 v_at.next();
             }
@@ -621,7 +633,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                             scale_head,
                             page_stride * BYTES,
                             slot_stride * BYTES,
-                            head_stride * BYTES};
+                            head_stride * BYTES
+#if CACHE_E4M3
+                            ,
+                            at.rooms
+#endif
+        };
 #else
         const Copies copies{k, v};
 #endif

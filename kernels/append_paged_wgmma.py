@@ -31,6 +31,12 @@ kernel = Family(
             "blocks that share a tile's keys; the last one to end joins them",
             absent=1,
         ),
+        Param(
+            "COPY_WARPS",
+            (4, 8),
+            "warps of the producer: more than 4 widen an E4M3 cache",
+            absent=4,
+        ),
         # 2 never won on an H200.
         Param("MAXIMA", (1,), "row maxima: 1 of all tiles, within 2^8; 2 only if a sum is large"),
         Param("LSE", (0,), "1: the log-sum-exp of every row goes to the workspace `lse`"),
@@ -54,13 +60,13 @@ kernel = Family(
 UNLIMITED = 2**30  # a side of a window
 STRIDES, OF_ROWS = 4, 8
 PARTED_TILES = 256  # of which keys may be shared: memory is held for so many
-# Registers of a producer thread whose keys come by TMA, and by rows.
-PRODUCER_REGISTERS = (24, 56)
 # Registers that ptxas 13 needs besides scores, P and accumulators, from compiling the whole space.
 REST = 30
 # More of them where scores are computed again: of tiles of up to 128 keys, and of larger ones. With
 # 8 for both, 8 to 96 bytes were spilled beside a window and what changes scores.
 AGAIN = (12, 40)
+# More of them where an E4M3 cache has a window, or scores are changed: else 52 bytes spill.
+MORE = 4
 
 
 def by_rows(p: Problem) -> bool:
@@ -93,33 +99,54 @@ def tile_bytes(rows: int, p: Problem) -> int:
     return rows * hopper.panels(p.head_dim) * 128
 
 
+def rooms(p: Problem) -> int:
+    """Tiles of E4M3 that have memory of their own: one is widened, and the others on their way."""
+    return (2 if p.head_dim == 256 else 3) if p.scales else 0
+
+
 def smem_bytes(c: Config, p: Problem) -> int:
-    """Bytes of Q, the rings, what the producer tells, and barriers."""
+    """Bytes of Q, the rings, E4M3 on its way, what the producer tells, and barriers."""
     rows = 64 * c.WARPGROUPS + 2 * c.NUM_STAGES * c.BLOCK_N
+    coming = rooms(p) * c.BLOCK_N * p.head_dim
     told = 3 * 16 * (2 + (c.SPLITS > 1) + by_rows(p))
-    return tile_bytes(rows, p) + told + 32 * c.NUM_STAGES + 8 * (1 + c.WARPGROUPS)
+    return tile_bytes(rows, p) + coming + told + 32 * c.NUM_STAGES + 8 * (1 + c.WARPGROUPS)
+
+
+def threads(c: Config) -> int:
+    """Threads of a block: the consumers' and the producer's."""
+    return 128 * c.WARPGROUPS + 32 * c.COPY_WARPS
+
+
+def producer_registers(c: Config, p: Problem) -> int:
+    """Registers of a producer thread: fewest by TMA; to widen E4M3, 56 would spill."""
+    if not by_rows(p):
+        return 24
+    return 56 if not p.scales else 72 if c.COPY_WARPS == 4 else 64
 
 
 def registers_given(c: Config, p: Problem, arch: Arch) -> tuple[int, int]:
     """Registers of each thread at entry, and then of a consumer's."""
-    entry = hopper.registers_at_entry(arch, 128 * (c.WARPGROUPS + 1), c.BLOCKS_PER_SM)
-    producer = PRODUCER_REGISTERS[by_rows(p)]
-    return entry, hopper.registers_of_roles(entry, c.WARPGROUPS, producer)
+    entry = hopper.registers_at_entry(arch, threads(c), c.BLOCKS_PER_SM)
+    given = (entry - producer_registers(c, p)) * c.COPY_WARPS // 4
+    return entry, hopper.registers_of_roles(entry, c.WARPGROUPS, entry - given)
 
 
 def registers_needed(c: Config, p: Problem) -> int:
     """Registers that a consumer thread needs without spills: scores, P, accumulators, the rest."""
     again = AGAIN[c.BLOCK_N > 128] if c.OVERLAP and c.MAXIMA == 2 else 0
-    return c.BLOCK_N // 2 + c.BLOCK_N // 4 + p.head_dim // 2 + REST + again
+    more = MORE if p.scales and (p.mask.kind == "window" or p.scores.kinds) else 0
+    return c.BLOCK_N // 2 + c.BLOCK_N // 4 + p.head_dim // 2 + REST + again + more
 
 
 # fmt: off
 kernel.keep_if(
     ("known_values", "switches are 0 or 1, MAXIMA 1 or 2",
      lambda c, p, arch: c.MAXIMA in (1, 2) and max(c.OVERLAP, c.PINGPONG, c.LSE) < 2
-     and 1 <= c.SPLITS <= 16),
+     and 1 <= c.SPLITS <= 16 and c.COPY_WARPS in (4, 8)),
     ("tiles", "a block has 1 to 3 warpgroups; a tile has 64 to 256 keys, in sixteens",
      lambda c, p, arch: c.WARPGROUPS in (1, 2, 3) and c.BLOCK_N in range(64, 257, 16)),
+    ("copy_warps", "8 warps copy an E4M3 cache alone, which they widen",
+     lambda c, p, arch: c.COPY_WARPS == 4 or bool(p.scales)),
     ("rows_of_warp", "by rows, a tile has at most 128 keys: each of four warps has a key a lane",
      lambda c, p, arch: not by_rows(p) or c.BLOCK_N <= 128),
     ("warpgroups_of_sm", "an SM has 2 to 4 consumer warpgroups, so that their products overlap",
@@ -203,7 +230,7 @@ def fwd(c, p, arch):
     return Launch(
         function="append_paged_wgmma",
         grid=(min(arch.sm_count * c.BLOCKS_PER_SM, tiles_of_queries(c, p) * c.SPLITS), 1, 1),
-        threads=128 * (c.WARPGROUPS + 1),
+        threads=threads(c),
         args=(
             *(map_of_q(p), *maps),
             # The kernel does not read a pointer to what the problem does not have.
@@ -220,10 +247,10 @@ def fwd(c, p, arch):
             "QUERIES": 0,
             "WINDOW": int(p.mask.kind == "window"),
             "CAUSAL": int(p.mask.kind == "causal"),
-            "PRODUCER_REGISTERS": PRODUCER_REGISTERS[by_rows(p)],
+            "PRODUCER_REGISTERS": producer_registers(c, p),
             "CONSUMER_REGISTERS": registers_given(c, p, arch)[1],
         }
-        | ({"CACHE_E4M3": 1} if p.scales else {})
+        | ({"CACHE_E4M3": 1, "ROOMS": rooms(p)} if p.scales else {})
         | {kind.upper(): 1 for kind in p.scores.kinds},
         min_blocks_per_sm=c.BLOCKS_PER_SM,
     )

@@ -3,12 +3,14 @@
 // does not multiply by 16 bits. Its template includes this where its tiles and Requests are known.
 #pragma once
 
-// A warp of four has a quarter of a tile's rows, and each of its lanes 16 bytes of some of them, by
-// cp.async. Bytes of E4M3 come into the room that their chunk has in 16 bits; the lane that copied
-// them widens them there, so that no thread waits for another, and no other room is needed. The
-// tile that came before is told full when the next one is on its way.
+// A warp has as many of a tile's rows as the others, and each of its lanes 16 bytes of some of
+// them, by cp.async. The tile that came before is told full when the next one is on its way.
+//
+// Bytes of E4M3 come into rooms of their own, so that copies need not wait until a tile of 16 bits
+// is free: ROOMS - 1 tiles are on their way while a lane widens what it has copied itself of the
+// one before, and no thread waits for another's copies.
 struct Copies {
-    static constexpr int WARPS = 4, ROWS = BLOCK_N / WARPS, BYTES = CACHE_E4M3 ? 1 : 2;
+    static constexpr int WARPS = COPY_WARPS, ROWS = BLOCK_N / WARPS, BYTES = CACHE_E4M3 ? 1 : 2;
     static constexpr int CHUNKS = COLUMNS * BYTES / 16,
                          LANES = CHUNKS <= 4    ? 4
                                  : CHUNKS <= 8  ? 8
@@ -22,7 +24,17 @@ struct Copies {
     const float *k_scale, *v_scale;
     int pages, scale_batch, scale_head;
     long long page_bytes, slot_bytes, head_bytes;
+#if CACHE_E4M3
+    // A tile of 16 bits, and its barrier `full`, whose lowest bit is the parity to wait for at the
+    // next barrier, `empty`.
+    struct Tile {
+        unsigned to, barrier;
+    };
+    unsigned rooms, next = 0;     // the latter: the room of the next tile
+    Tile coming[ROOMS - 1] = {};  // what is on its way, the first one first; 0: nothing is
+#else
     unsigned tile = 0, full = 0;  // what is on its way, and its barrier
+#endif
 
     __device__ __forceinline__ static int warp() { return threadIdx.x / 32 % WARPS; }
     __device__ __forceinline__ static int first_key() { return warp() * ROWS + threadIdx.x % 32; }
@@ -43,10 +55,18 @@ struct Copies {
         return tile + row * KTile::ROW_BYTES + chunk / 8 * KTile::PANEL_BYTES +
                ((chunk % 8 ^ KTile::swizzle(row)) << 4);
     }
-    // This lane's chunk of a row, and where it comes to. Of E4M3 every second room is free: lanes
-    // of the second panel take the other one, so that eight lie in different banks.
+    // This lane's chunk of a row. Of E4M3 it becomes two: lanes of the second panel write the other
+    // one first, so that eight lie in different banks.
     __device__ __forceinline__ static int chunk() { return threadIdx.x % LANES; }
     __device__ __forceinline__ static int side() { return chunk() / 4 % 2; }
+    // Where this lane's chunk of a row comes to.
+    __device__ __forceinline__ unsigned target(unsigned to, int row) const {
+#if CACHE_E4M3
+        return rooms + next * ROOM_BYTES + row * COLUMNS + chunk() * 16;
+#else
+        return at(to, row, chunk());
+#endif
+    }
     // Calls copy(row of the tile, row of the warp) for each of this lane's rows.
     template <class Copy>
     __device__ __forceinline__ static void for_rows(Copy copy) {
@@ -60,12 +80,20 @@ struct Copies {
         for_rows([&](int row, int own) {
             const Place from = __shfl_sync(ALL_LANES, place, own % 32);
             if (chunk() < CHUNKS && own < ROWS)
-                cp_async_16(at(to, row, CACHE_E4M3 ? 2 * chunk() + side() : chunk()),
-                            of_lane + max(from, 0ll), from >= 0);
+                cp_async_16(target(to, row), of_lane + max(from, 0ll), from >= 0);
         });
         cp_async_commit();
+#if CACHE_E4M3
+        next = after(next);
+        const Tile first = coming[0];
+#pragma unroll
+        for (int i = 0; i < ROOMS - 2; ++i) coming[i] = coming[i + 1];
+        coming[ROOMS - 2] = {to, barrier};
+        if (first.barrier != 0) cp_async_wait<ROOMS - 1>(), tell(first, next);
+#else
         if (full != 0) cp_async_wait<1>(), tell();
         tile = to, full = barrier;
+#endif
     }
     __device__ __forceinline__ void load_k(unsigned to, unsigned barrier, int, int head_kv,
                                            Place place) {
@@ -77,20 +105,37 @@ struct Copies {
     }
     // Waits for what is on its way, and tells consumers of it.
     __device__ __forceinline__ void finish() {
+#if CACHE_E4M3
+        cp_async_wait<0>();
+        unsigned room = next;
+#pragma unroll
+        for (int i = 0; i < ROOMS - 1; ++i) {
+            room = after(room);
+            if (coming[i].barrier != 0) tell(coming[i], room);
+            coming[i] = {};
+        }
+#else
         if (full != 0) cp_async_wait<0>(), tell();
         full = 0;
+#endif
     }
-    __device__ __forceinline__ void tell() const {
-        if (CACHE_E4M3) widen();
+#if CACHE_E4M3
+    __device__ __forceinline__ static unsigned after(unsigned room) {
+        return room == ROOMS - 1 ? 0 : room + 1;
+    }
+    __device__ __forceinline__ void tell(Tile tile, unsigned room) const {
+        const unsigned full = tile.barrier & ~1u;
+        mbarrier_wait(full + 8, tile.barrier & 1);
+        widen(rooms + room * ROOM_BYTES, tile.to);
         fence_async_proxy();
         __syncwarp();
         if (threadIdx.x % 32 == 0) mbarrier_arrive(full);
     }
     // E4M3 is exact in both types of 16 bits.
-    __device__ __forceinline__ void widen() const {
+    __device__ __forceinline__ static void widen(unsigned room, unsigned tile) {
         for_rows([&](int row, int own) {
             if (chunk() >= CHUNKS || own >= ROWS) return;
-            const uint4 x = load_shared_16(at(tile, row, 2 * chunk() + side()));
+            const uint4 x = load_shared_16(room + row * COLUMNS + chunk() * 16);
             unsigned y[8];
             halves_of_e4m3(x.x, y[0], y[1]), halves_of_e4m3(x.y, y[2], y[3]);
             halves_of_e4m3(x.z, y[4], y[5]), halves_of_e4m3(x.w, y[6], y[7]);
@@ -108,4 +153,11 @@ struct Copies {
             }
         });
     }
+#else
+    __device__ __forceinline__ void tell() const {
+        fence_async_proxy();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(full);
+    }
+#endif
 };

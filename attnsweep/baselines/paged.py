@@ -1,5 +1,7 @@
 """The baselines of a paged cache: FlashAttention-3, FlashMLA, and PyTorch on keys in a row.
 
+`plain_read` is no rival but a bound: a kernel that reads the same keys and values, and no more.
+
 Before any call is timed, they get a cache and a table of their own, in which what no request has is
 0: an engine's holds no NaN, and no call need withstand it.
 """
@@ -8,7 +10,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from attnsweep.baselines.backend import Builder, Unavailable, Way
 from attnsweep.baselines.flash import (
@@ -19,8 +24,10 @@ from attnsweep.baselines.flash import (
     loaded,
     window,
 )
+from attnsweep.compile.nvrtc import Compiler
+from attnsweep.core.hardware import arch_named
 from attnsweep.core.layouts import Paged
-from attnsweep.core.problem import FULL, Problem
+from attnsweep.core.problem import DTYPE_BYTES, FULL, Problem
 
 if TYPE_CHECKING:
     from attnsweep.device.cuda import CudaSession
@@ -179,6 +186,52 @@ def gathered(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
         return attention(q, *rows, attn_mask=seen, scale=scale, enable_gqa=grouped)
 
     return [Way(latent if problem.value_in_key else forward, convert)]
+
+
+def plain_read(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
+    """A kernel that reads the keys and values that there are, through the table: its output is 0.
+
+    Nothing is converted: what unused slots hold is not read.
+    """
+    used, defines = pages_read(problem)
+    compiler = Compiler(arch_named(session.gpu.arch), threads=1)
+    try:
+        cubin = compiler.compile(Path(__file__).with_name("plain_read.cu"), defines)
+    finally:
+        compiler.close()
+    function = session.kernel(str(cubin.path), "plain_read")
+    listed = torch.from_numpy(used).cuda()
+    zeros = torch.zeros(problem.shape_of("o"), dtype=_type(torch, problem), device="cuda")
+    grid = (2 * session.gpu.sm_count, 1, 1)
+
+    def forward(_: Any, k: Any, v: Any, *more: Any) -> Any:
+        at = (np.uint64(x.data_ptr()) for x in (k, v, listed))
+        args = (*at, np.uint32(len(used)), np.uint64(zeros.data_ptr()))
+        with session.stream:
+            function(grid, (512, 1, 1), args)
+        return zeros
+
+    return [Way(forward)]
+
+
+def pages_read(problem: Problem) -> tuple[np.ndarray[Any, Any], dict[str, str]]:
+    """Each request's pages with their used slots, int32 (pages, 2); and what plain_read.cu needs.
+
+    Raises Unavailable where the kernel cannot count its loads.
+    """
+    layout = _layout(problem)
+    size = layout.page_size
+    values = layout.values(problem.batch, problem.seqlen_q, problem.seqlen_k)
+    table, lengths = (np.asarray(values[name]) for name in ("block_table", "seqused_k"))
+    slots = np.clip(lengths[:, None] - size * np.arange(table.shape[1]), 0, size)
+    used = np.stack([table[slots > 0], slots[slots > 0]], 1).astype(np.int32)
+    of_row = problem.head_dim * DTYPE_BYTES[problem.tensor("k").dtype] // 16
+    of_page = of_row * problem.heads_kv * size
+    if len(used) * of_page >= 2**31:
+        raise Unavailable("it counts up to 2^31 loads of 16 bytes")
+    of_slot = of_row if layout.order == "hnd" else of_row * problem.heads_kv
+    numbers = {"PAGE": f"{of_page}u", "SLOT": f"{of_slot}u", "PAGE_SIZE": str(size)}
+    return used, numbers
 
 
 def _layout(problem: Problem) -> Paged:

@@ -27,7 +27,7 @@ from attnsweep.core.files import install_command
 from attnsweep.core.formats import FORMATS
 from attnsweep.core.ops import OPS
 from attnsweep.core.scores import KINDS
-from attnsweep.specs.model import OWN_BF16
+from attnsweep.specs.model import OWN_BF16, PLAIN_READ
 
 _HALF = ("fp16", "bf16")
 _FP32 = (*_HALF, "fp32")
@@ -149,6 +149,12 @@ BACKENDS = {
         Backend(
             *("flash_attn_3_fp8_ready", {"forward": paged.flash_3(ready=True, fp8=True)}, _FLASH_3),
             layouts=("paged",),
+        ),
+        Backend(
+            *(PLAIN_READ, {"forward": paged.plain_read}, TORCH),
+            masks=("full", "causal"),
+            layouts=("paged",),
+            scores=KINDS,
         ),
         Backend(
             *("torch_dense", {"forward": paged.dense}, TORCH),

@@ -22,7 +22,7 @@ from attnsweep.choose.pace import (
 )
 from attnsweep.choose.stats import ratio_interval
 from attnsweep.core.trial import OURS, Status, Trial
-from attnsweep.specs.model import in_other_format
+from attnsweep.specs.model import PLAIN_READ, in_other_format
 
 
 def common_rounds(one: Trial, other: Trial) -> tuple[list[float], list[float]]:
@@ -126,10 +126,13 @@ def may_be_base(trial: Trial) -> bool:
 def below_ranking(trial: Trial) -> str | None:
     """Why a baseline is listed below the ranking and never the base; None if it competes.
 
-    Three kinds are listed there: another format is another problem; calls that no CUDA graph holds
-    have the host's time in them; strictly judged calls are timed in chains. A baseline over the
-    error limit competes: the limit is our own rule, and the ratio to a slower one would flatter us.
+    Four kinds are listed there: a plain read is no attention, but a bound; another format is
+    another problem; calls that no CUDA graph holds have the host's time in them; strictly judged
+    calls are timed in chains. A baseline over the error limit competes: the limit is our own rule,
+    and the ratio to a slower one would flatter us.
     """
+    if trial.provider == PLAIN_READ:
+        return "it computes no attention, and reads K and V once: a bound"
     if trial.provider != OURS and in_other_format(trial.provider, trial.problem):
         return f"it does not compute in {trial.problem.dtype}"
     if (facts := trial.strict) and trial.issued is None:

@@ -394,6 +394,7 @@ def _beside(section: Section, row: Row | None) -> list[tuple[str, Row]]:
 
     add("winner", section.winner)
     add("baseline" if section.lost else "fastest baseline", section.best_baseline)
+    add("bound", section.plain_read)
     ranked = [r for r in section.candidates if r["rank"]]
     at = next((i for i, r in enumerate(ranked) if r is row), None)
     for other in [] if at is None else ranked[at + 1 : at + 1 + NEXT]:

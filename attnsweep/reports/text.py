@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any, overload
 
 import yaml
 
-from attnsweep.choose.baseline_ratio import below_ranking, fastest_round
+from attnsweep.choose.baseline_ratio import below_ranking, common_rounds, fastest_round
 from attnsweep.choose.columns import Row as Row
 from attnsweep.choose.columns import bounds_of, frontier, light_text, named
 from attnsweep.choose.ranking import members_of, rank_problem
@@ -24,7 +25,7 @@ from attnsweep.core.long_problems import shorter_of
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Accuracy, Environment, Status, Trial
 from attnsweep.reports.terminal import GLUE
-from attnsweep.specs.model import in_other_format
+from attnsweep.specs.model import PLAIN_READ, in_other_format
 from attnsweep.store.run import Run
 
 # Each reason takes one line; a problem lists at most this many.
@@ -68,6 +69,22 @@ class Section:
         some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         have = "has no sound row" if len(names) == 1 else "have no sound rows"
         return f"{some} {have}, so the fastest baseline is not known"
+
+    @functools.cached_property
+    def plain_read(self) -> Row | None:
+        """The row of a kernel that only reads K and V, if it was timed."""
+        found = (row for row in self.baselines if row["provider"] == PLAIN_READ)
+        return next(filter(is_below, found), None)
+
+    @property
+    def share_of_read(self) -> float | None:
+        """The time of a plain read of the cache over the winner's, if both were timed alike."""
+        read, own = self.plain_read, self.winner
+        if read is None or own is None or read["timed_as"] != own["timed_as"]:
+            return None
+        theirs, ours = common_rounds(read.facts, own.facts)
+        ratios = [a / b for a, b in zip(theirs, ours, strict=True)]
+        return statistics.median(ratios) if ratios else float(read["time_us"] / own["time_us"])
 
     @property
     def bounds_us(self) -> dict[str, float]:
@@ -211,7 +228,8 @@ def marks(row: Row) -> list[str]:
     said += ["noisy"] if row["status"] == Status.NOISY else []
     if below_ranking(row.facts) is not None:
         other = in_other_format(row["provider"], row.facts.problem)
-        return [*said, "other format" if other else "not ranked"]
+        kind = "bound" if row["provider"] == PLAIN_READ else "other format" if other else ""
+        return [*said, kind or "not ranked"]
     return said + (["over the limit"] if row["over_limit"] else [])
 
 
@@ -375,6 +393,8 @@ def winner_lines(section: Section) -> list[str]:
     said = [first, *_timed_alone(row), *figures[1:]]
     if row["light"] is not None:
         said.append(light_text(row).replace(" % ", f"{GLUE}% "))
+    if (share := section.share_of_read) is not None:
+        said.append(f"{100 * share:.0f}{GLUE}% of a plain read of K and V")
     best = section.best_baseline
     if best is None or row["ratio_of"] is None:
         said.append("no baseline was timed with it")
@@ -483,7 +503,7 @@ def baseline_lines(section: Section) -> list[str]:
             continue
         why = below_ranking(row.facts)
         said = [f"neither ranked nor taken as base: {why}"] if why is not None else []
-        if row["over_limit"]:
+        if row["over_limit"] and row["provider"] != PLAIN_READ:
             said.append(f"error {row['rel_err']:.1e}, over the limit {row['limit']:.1e}")
         if said:
             lines.append(f"{who(row)}: {'; '.join(said)}")

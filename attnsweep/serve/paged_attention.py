@@ -9,9 +9,10 @@ and else by PyTorch behind a gather.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from attnsweep.serve.paged_call import (
     STORED,
     UNMASKED,
     Arguments,
+    check_output,
     check_values,
     understood,
 )
@@ -45,8 +47,6 @@ from attnsweep.serve.paged_plans import (
 from attnsweep.serve.paged_store import with_new_keys
 from attnsweep.serve.runtime.dispatch import Explanation
 
-_FIVE = (True,) * 5 + (False,) * 3  # a call without scales and sinks
-_empty_like, _CONTIGUOUS = torch.empty_like, torch.contiguous_format
 is_compiling = torch.compiler.is_compiling
 
 counters: Counter[str] = Counter()
@@ -57,10 +57,10 @@ class Known(NamedTuple):
     """Of a kind of call that a kernel serves, its plan, and what tensors do not give."""
 
     plan: Plan
+    device: int
     table: torch.Tensor | None
     of_lse: tuple[int, ...] | None
-    device: int
-    in_order: bool  # q, so that its strides are those of the output
+    empty: Callable[[], torch.Tensor]  # an output
 
 
 known_calls: KnownCalls[Known] = KnownCalls()
@@ -107,6 +107,7 @@ def flash_attn_with_kvcache(
     *,
     block_table: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     validate: bool = False,
 ) -> Any:
     """Attention of a few queries with a cache of keys, with the arguments of FlashAttention-3.
@@ -117,8 +118,9 @@ def flash_attn_with_kvcache(
     (batch, heads_kv). Strides may be any with contiguous head_dim, so that a page may have heads
     before slots. cache_seqlens: int32 (batch,), the keys of each request, the new ones counted;
     they stay on the device. block_table: another name of page_table. sinks: (heads,), one more
-    score of each head. validate: wait for the device, and raise ValueError for lengths, tables and
-    scales that cannot be; without, such a call has some output and reads nothing outside the cache.
+    score of each head. out: where the output goes, so that the call allocates none. validate: wait
+    for the device, and raise ValueError for lengths, tables and scales that cannot be; without,
+    such a call has some output and reads nothing outside the cache.
 
     Query i of a request with n keys sees key j if j <= n - seqlen_q + i, where it is causal. A
     query that sees no key has output 0. Returns the output, (batch, seqlen_q, heads, head_dim), or
@@ -130,35 +132,26 @@ def flash_attn_with_kvcache(
     of both head_dims together. With qv, scheduler_metadata is what mla_plan returned.
     """
     table = page_table if block_table is None else block_table
-    given = (q, k_cache, v_cache, table, cache_seqlens, k_descale, v_descale, sinks)
-    plain = page_table is None or block_table is None
-    plain = plain and k is v is rotary_cos is rotary_sin is rotary_seqlens is q_descale is None
-    plain = plain and cache_batch_idx is cache_leftpad is cu_seqlens_q is cu_seqlens_k_new is None
-    plain = plain and not (max_seqlen_q or attention_chunk or sm_margin or validate)
-    plain = plain and not is_compiling()
-    kind: tuple[Any, ...] | None = None
-    in_parts = (q, k_cache, v_cache, qv, table, cache_seqlens)
-    if plain and qv is not None and k_descale is v_descale is sinks is None:
-        kind = (softmax_scale, causal, window_size, softcap, return_softmax_lse)
-        answer = mla.again(kind, in_parts, scheduler_metadata)
-        if answer is not None:
-            counters["kernel"] += 1
-            return answer if return_softmax_lse else answer[0]
-    elif plain and qv is None:
-        which: tuple[bool, ...] = _FIVE
-        tensors: tuple[Any, ...] = (q, k_cache, v_cache, table, cache_seqlens)
-        if not (k_descale is v_descale is sinks is None) or table is None or cache_seqlens is None:
-            which = tuple(each is not None for each in given)
-            tensors = tuple(each for each in given if each is not None)
-        of_run = None if scheduler_metadata is None else scheduler_metadata.config
-        kind = (softmax_scale, causal, window_size, softcap, return_softmax_lse, of_run, which)
-        known = known_calls.find(kind, tensors)
-        if known is not None:
-            runs = None if scheduler_metadata is None else scheduler_metadata.runs
-            answer = again(known, given, runs)
+    given = (q, k_cache, v_cache, table, cache_seqlens, k_descale, v_descale, sinks, out)
+    numbers: tuple[Any, ...] | None = None
+    in_parts = None
+    if (
+        k is v is rotary_cos is rotary_sin is rotary_seqlens is q_descale is cache_batch_idx is None
+        and cache_leftpad is cu_seqlens_q is cu_seqlens_k_new is None
+        and not (max_seqlen_q or attention_chunk or sm_margin or validate or is_compiling())
+        and (page_table is None or block_table is None)
+    ):
+        numbers = (softmax_scale, causal, window_size, softcap, return_softmax_lse)
+        if qv is None:
+            answer = again(numbers, given, scheduler_metadata)
             if answer is not None:
                 return answer
-            kind = None
+        elif k_descale is v_descale is sinks is out is None:
+            in_parts = (q, k_cache, v_cache, qv, table, cache_seqlens)
+            answer = mla.again(numbers, in_parts, scheduler_metadata)
+            if answer is not None:
+                counters["kernel"] += 1
+                return answer if return_softmax_lse else answer[0]
     _refuse(
         {
             "rotary_cos: rotate q and k before the call": rotary_cos is not None
@@ -186,15 +179,16 @@ def flash_attn_with_kvcache(
         if cache_seqlens is None:
             raise TypeError("k and v are appended behind cache_seqlens: give those too")
         call = with_new_keys(call, k, v)
+    check_output(call, out)
     if validate:
         check_values(call)
-    out, lse = answered(call, scheduler_metadata)
-    if kind is not None and qv is not None:
-        mla.remember(kind, in_parts, call, scheduler_metadata)
-    elif kind is not None:
+    made, lse = answered(call, scheduler_metadata, out)
+    if numbers is not None and in_parts is not None:
+        mla.remember(numbers, in_parts, call, scheduler_metadata)
+    elif numbers is not None and qv is None:
         plan = plan_of(call, scheduler_metadata and config_of(scheduler_metadata.config))
-        remember(kind, call, given, plan)
-    return (out, lse) if return_softmax_lse else out
+        remember(numbers, call, given, plan, scheduler_metadata)
+    return (made, lse) if return_softmax_lse else made
 
 
 def answered(
@@ -229,61 +223,95 @@ def even_of(call: Arguments) -> Arguments | None:
     return call._replace(q=q, qv=qv, begins=None, most_rows=0)
 
 
-def remember(
-    kind: tuple[Any, ...], call: Arguments, given: tuple[Any, ...], plan: Plan, *more: Any
-) -> None:
-    """Note that calls of this kind are understood, if their tensors are those that are given.
+def _kind(
+    numbers: tuple[Any, ...], given: tuple[Any, ...], metadata: Any, begins: Any
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What tells kinds of calls apart, and the tensors that are there."""
+    q, k, v, table, lengths, k_scale, v_scale, sinks, out = given
+    config = None if metadata is None else metadata.config
+    if k_scale is v_scale is sinks is None and table is not None and lengths is not None:
+        if begins is not None:
+            packed = (q, k, v, table, lengths, begins)
+            return (*numbers, out is None), packed if out is None else (*packed, out)
+        if out is None:
+            return (*numbers, config), (q, k, v, table, lengths)
+        return (*numbers, config, True), (q, k, v, table, lengths, out)
+    which = tuple([each is None for each in (*given, begins)])
+    return (*numbers, config, which), tuple([x for x in (*given, begins) if x is not None])
 
-    given: as `again` gets them. more: other tensors that tell the kind.
-    """
-    *_, table, lengths, k_scale, v_scale, sinks = given
+
+def remember(
+    numbers: tuple[Any, ...],
+    call: Arguments,
+    given: tuple[Any, ...],
+    plan: Plan,
+    metadata: Any = None,
+    begins: torch.Tensor | None = None,
+) -> None:
+    """Note that calls of this kind are understood: see `again`."""
+    *_, table, lengths, k_scale, v_scale, sinks, out = given
     as_given = lengths is call.lengths and sinks is call.sinks
     both = call.k_scale is None or not (k_scale is None or v_scale is None)
     served = plan.launches is not None and call.q.numel() > 0
-    if not (served and as_given and both):
+    if not (served and as_given and both and (out is None or out.is_contiguous())):
         return
-    tensors = tuple(each for each in (*given, *more) if each is not None)
-    of_lse = call.of_lse if call.lse else None
     own, index = call.table if table is None else None, call.q.device.index or 0
-    in_order = call.q.stride() == torch.empty(call.q.shape, device="meta").stride()
-    known_calls.add(kind, tensors, Known(plan, own, of_lse, index, in_order))
+    sums = call.of_lse if call.lse else None
+    known = Known(plan, index, own, sums, _maker(given[0]))
+    known_calls.add(*_kind(numbers, given, metadata, begins), known)
+
+
+def _maker(q: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Makes contiguous tensors like q on its device, which is the current one.
+
+    By what compiled code allocates with, where PyTorch has it: half of what empty_like takes.
+    """
+    like = torch.empty(q.shape, dtype=q.dtype, device="meta")
+    own = getattr(torch._C._dynamo.guards, f"_empty_strided_{q.device.type}", None)
+    if own is None:
+        return functools.partial(torch.empty, q.shape, dtype=q.dtype, device=q.device)
+    return functools.partial(own, tuple(like.shape), like.stride(), q.dtype)
 
 
 def again(
-    known: Known, given: Any, runs: torch.Tensor | None, out: Any = None, begins: int = 0
+    numbers: tuple[Any, ...],
+    given: tuple[Any, ...],
+    metadata: Any = None,
+    begins: torch.Tensor | None = None,
 ) -> Any:
     """The answer to a call of a kind that a kernel served before; None if it cannot this time.
 
-    begins: the address of cu_seqlens_q.
+    numbers: all arguments but tensors. given: q, k, v, the table, lengths, both scales, sinks and
+    the output; None for what is not given. begins: cu_seqlens_q.
     """
-    index = known.device
+    known = known_calls.find(*_kind(numbers, given, metadata, begins))
+    if known is None:
+        return None
+    plan, index, own_table, of_lse, empty = known
     if current_device() != index:
         return None
-    q, k, v, table, lengths, k_scale, v_scale, sinks = given
+    q, k, v, table, lengths, k_scale, v_scale, sinks, out = given
     if out is None:
-        # Half of what new_empty takes, and less without a format.
-        out = _empty_like(q) if known.in_order else _empty_like(q, memory_format=_CONTIGUOUS)
-    of_lse = known.of_lse
+        out = empty()
+    at_q, at_k, at_v, at_out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+    if (at_q | at_k | at_v | at_out) & 15:
+        return None
     log_sums = None if of_lse is None else q.new_empty(of_lse, dtype=torch.float32)
     stream = raw_stream(index)
+    begins_at = 0 if begins is None else begins.data_ptr()
     addresses = (
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        out.data_ptr(),
-        (table if known.table is None else known.table).data_ptr(),
+        *(at_q, at_k, at_v, at_out, (table if own_table is None else own_table).data_ptr()),
         lengths.data_ptr(),
         0 if k_scale is None else k_scale.data_ptr(),
         0 if v_scale is None else v_scale.data_ptr(),
         0 if sinks is None else sinks.data_ptr(),
         0 if log_sums is None else log_sums.data_ptr(),
-        begins,
-        begins and begins + 4,
-        *known.plan.tail(index, stream, runs),
+        begins_at,
+        begins_at and begins_at + 4,
+        0 if metadata is None else metadata.runs.data_ptr(),
+        *plan.kept.at(index, stream),
     )
-    if (addresses[0] | addresses[1] | addresses[2] | addresses[3]) & 15:
-        return None
-    known.plan.launches.issue(addresses, stream)  # type: ignore[union-attr]
+    plan.launches.issue(addresses, stream)  # type: ignore[union-attr]
     counters["kernel"] += 1
     return out if log_sums is None else (out, log_sums)
 
@@ -380,7 +408,8 @@ def _answer(
     addresses = (
         *(0 if each is None else each.data_ptr() for each in (*own, call.sinks, lse)),
         *(begins, begins + 4 * (begins > 0)),
-        *plan.tail(index, stream, None if metadata is None else metadata.runs),
+        0 if metadata is None else metadata.runs.data_ptr(),
+        *plan.kept.at(index, stream),
     )
     if (addresses[0] | addresses[1] | addresses[2] | addresses[3]) & 15:
         counters["layout"] += 1

@@ -139,6 +139,11 @@ def understood(
         k_cache, v_cache, table = _in_pages(k_cache), _in_pages(v_cache), _rows(k_cache)
     elif not isinstance(table, torch.Tensor) or table.dtype != torch.int32 or table.dim() != 2:
         raise TypeError("page_table is an int32 tensor of two dimensions, (batch, blocks)")
+    elif page_size not in (1, 2, 4) and page_size % 8:
+        raise ValueError(
+            f"k_cache is {tuple(k_cache.shape)}, with pages of {page_size} slots, which no kernel "
+            "reads: make pages of 1, 2, 4 or a multiple of 8 slots"
+        )
     if table.shape[0] != batch or table.device != q.device or table.stride(1) != 1:
         what = f"{tuple(table.shape)} on {table.device} with strides {table.stride()}"
         raise ValueError(f"page_table is {what}: it has a contiguous row of each of {batch}")
@@ -239,6 +244,14 @@ def _rows(cache: torch.Tensor) -> torch.Tensor:
         made = torch.arange(batch * blocks, dtype=torch.int32, device=cache.device)
         return made.view(batch, blocks)
     return _table_of(batch, blocks, cache.device)
+
+
+def check_output(call: Arguments, out: Any) -> None:
+    """Raise ValueError for an output that is given and has not the shape of the call's."""
+    own = (call.of_out, call.q.dtype, call.q.device)
+    if out is not None and (tuple(out.shape), out.dtype, out.device) != own:
+        what = f"{tuple(out.shape)}, {out.dtype} on {out.device}"
+        raise ValueError(f"out is {what}, and the output {own[0]}, {own[1]} on {own[2]}")
 
 
 def check_values(call: Arguments) -> None:

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from attnsweep.core.errors import AttnsweepError, ProblemError
 from attnsweep.core.hardware import Arch
 from attnsweep.core.layouts import Paged
@@ -42,10 +40,10 @@ _MOST_DECODED = 128
 # Plans that are kept; an engine meets one for each width of its tables.
 _MOST_KINDS = 4096
 _UNLIMITED = 2**30  # a side of a window
-_WORKSPACES = ("parts", "part_sums", "counters", "turns", "runs")
+_WORKSPACES = ("parts", "part_sums", "counters", "turns")
 NAMES = (
     *("q", "k", "v", "o", "block_table", "seqused_k", "k_scale", "v_scale", "sinks", "lse"),
-    *("query_begins", "query_ends", *_WORKSPACES),
+    *("query_begins", "query_ends", "runs", *_WORKSPACES),
 )
 """The buffers of a launch, in the order in which their addresses are given."""
 _plans: dict[tuple[Any, ...], Plan] = {}
@@ -58,11 +56,6 @@ class Plan:
     why: Explanation
     launches: BoundLaunches | None = None
     kept: Kept = field(default_factory=lambda: Kept(_WORKSPACES, {}))
-
-    def tail(self, index: int, stream: int, runs: torch.Tensor | None) -> tuple[int, ...]:
-        """Addresses of the workspaces of a call; the last is that of the runs, if it has them."""
-        found = self.kept.at(index, stream)
-        return found if runs is None else (*found[:-1], runs.data_ptr())
 
 
 @functools.cache
@@ -308,6 +301,7 @@ DEFAULTS = {
         OVERLAP=1,
         PINGPONG=0,
         SPLITS=1,
+        COPY_WARPS=4,
         MAXIMA=1,
     ),
 }
@@ -386,9 +380,7 @@ def _made(call: Arguments, scheduled: Config | None) -> Plan:
         launches = (_decoding if choice.family == DECODE else _appending)(choice, call, index)
     except (AttnsweepError, ProblemError, DriverError, OSError) as error:
         return without("not_served", str(error).splitlines()[0])
-    spaces = {name: size for name, size in choice.spaces.items() if name != "lse"}
-    if scheduled is not None:
-        spaces.pop("runs", None)
+    spaces = {name: size for name, size in choice.spaces.items() if name in _WORKSPACES}
     own = f"{choice.family} {choice.config.label}"
     return Plan(
         Explanation(own, "kernel", choice.said, 0.0, name_of(index)),

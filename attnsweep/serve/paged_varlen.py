@@ -16,10 +16,9 @@ from attnsweep.serve.paged_attention import (
     answered,
     even_of,
     is_compiling,
-    known_calls,
     remember,
 )
-from attnsweep.serve.paged_call import FP8, UNMASKED, check_values, understood
+from attnsweep.serve.paged_call import FP8, UNMASKED, check_output, check_values, understood
 from attnsweep.serve.paged_plans import plan_of
 
 
@@ -69,18 +68,18 @@ def flash_attn_varlen_func(
     """
     scales = (k_descale, v_descale) if k.dtype == FP8 else (None, None)
     plain = dropout_p == 0 and alibi_slopes is q_v is None and not return_attn_probs
-    kind, given = None, (q, k, v, block_table, seqused_k, *scales, s_aux)
-    if plain and not validate and seqused_k is not None and not is_compiling():
-        tensors = (*given, cu_seqlens_q, out)
-        which = tuple(each is not None for each in tensors)
-        tensors = tuple(each for each in tensors if each is not None)
-        rest = (softcap, return_softmax_lse, which)
-        kind = ("packed", max_seqlen_q, softmax_scale, causal, window_size, *rest)
-        if cu_seqlens_q is not None and (known := known_calls.find(kind, tensors)) is not None:
-            answer = again(known, given, None, out, cu_seqlens_q.data_ptr())
-            if answer is not None:
-                return answer
-            kind = None
+    given, numbers = (q, k, v, block_table, seqused_k, *scales, s_aux, out), None
+    if (
+        plain
+        and not validate
+        and not (cu_seqlens_q is None or seqused_k is None)
+        and not is_compiling()
+    ):
+        rest = (window_size, softcap, return_softmax_lse)
+        numbers = (max_seqlen_q, softmax_scale, causal, *rest)
+        answer = again(numbers, given, None, cu_seqlens_q)
+        if answer is not None:
+            return answer
     for name, is_given in (
         ("dropout_p", bool(dropout_p)),
         ("alibi_slopes", alibi_slopes is not None),
@@ -99,16 +98,14 @@ def flash_attn_varlen_func(
     how = (*scales, s_aux, softmax_scale, softcap, causal, window_size or UNMASKED)
     packed = (cu_seqlens_q, max_seqlen_q)
     call = understood(q, k, v, lengths, block_table, *how, return_softmax_lse, *packed, q_v)
-    if out is not None and (out.shape, out.dtype, out.device) != (call.of_out, q.dtype, q.device):
-        what = f"{tuple(out.shape)}, {out.dtype} on {out.device}"
-        raise ValueError(f"out is {what}, and the output {call.of_out}, {q.dtype} as q")
+    check_output(call, out)
     if validate:
         check_values(call)
     made, lse = answered(call, None, out)
-    if kind is not None and (out is None or out.is_contiguous()):
+    if numbers is not None:
         even = even_of(call)
         if even is None:
-            remember(kind, call, given, plan_of(call), cu_seqlens_q, out)
+            remember(numbers, call, given, plan_of(call), None, cu_seqlens_q)
         elif not call.lse:  # whose shape is another
-            remember(kind, even, given, plan_of(even), cu_seqlens_q, out)
+            remember(numbers, even, given, plan_of(even), None, cu_seqlens_q)
     return (made, lse) if call.lse else made

@@ -62,6 +62,7 @@ BaselineName = Literal[
     "torch_dense",
     "torch_gathered",
     "flash_mla",
+    "plain_read",
 ]
 KNOWN_BASELINES: tuple[BaselineName, ...] = get_args(BaselineName)
 OWN_BF16: BaselineName = "attnsweep_bf16"
@@ -74,10 +75,12 @@ CUDNN_DETERMINISTIC: BaselineName = "cudnn_deterministic"
 """It does backwards alone, and is slower than `cudnn`: it must be asked for."""
 OF_PAGED: tuple[BaselineName, ...] = (
     *("flash_attn_3", "flash_attn_3_ready", "flash_attn_3_fp8", "flash_attn_3_fp8_ready"),
-    *("torch_dense", "torch_gathered", "flash_mla"),
+    *("torch_dense", "torch_gathered", "flash_mla", "plain_read"),
 )
 """Those of a paged cache: all but FlashAttention-3 do nothing else, and must be asked for; `tune`
 asks for them where caches are paged."""
+PLAIN_READ: BaselineName = "plain_read"
+"""A bound and no rival: the time of a kernel that only reads the keys and values of a cache."""
 _COMPUTED_IN: dict[str, str] = {
     OWN_BF16: "BF16",
     **dict.fromkeys(("flash_attn_3_fp8", "flash_attn_3_fp8_ready"), "FP8"),

@@ -1,6 +1,7 @@
 """Instructions of compiled code: how they are counted, required, and shown by `inspect`."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,14 @@ def test_straight_code_has_no_branch_although_it_ends_in_a_loop(compiler, tmp_pa
     assert set(found) == set(INSTRUCTIONS)
     assert (found["branches"], found["predicated_branches"], found["bar"]) == (0, 0, 0)
     assert 3 < found["instructions"] < 20
+
+
+def test_a_plain_read_has_its_loads_on_their_way_together(compiler):
+    numbers = {"PAGE": "512u", "SLOT": "128u", "PAGE_SIZE": "16"}
+    cubin = compiler.compile(ROOT / "attnsweep/baselines/plain_read.cu", numbers)
+    code = subprocess.run([sass.nvdisasm(), cubin.path], capture_output=True, text=True, check=True).stdout
+    assert code.count("LDG.E.128") == 8
+    assert not any(name in code for name in ("STL", "LDL"))
 
 
 def test_barriers_and_special_functions_are_counted(compiler, tmp_path):

@@ -233,7 +233,7 @@ def test_dense_and_compiled_calls():
 
 
 def test_what_no_kernel_serves_is_answered_by_others():
-    engine = Engine([5, 9], heads=3, heads_kv=1, dim=40, page=3)
+    engine = Engine([5, 9], heads=3, heads_kv=1, dim=40, page=4)
     assert (
         paged.explain_flash_attn_with_kvcache(
             engine.q, *engine.slots, cache_seqlens=engine.lengths, page_table=engine.table

@@ -174,3 +174,24 @@ def test_ctrl_c_prints_the_ranking_so_far(tmp_path):
     assert running.returncode == 130, err
     assert "naive" in out
     assert "interrupted" in err
+
+
+def test_a_plain_read_of_a_cache_is_a_bound_in_the_same_rounds(tmp_path):
+    problem = (
+        "{batch: 8, heads: 32, heads_kv: 8, seqlen_q: 1, seqlen_k: 16384, head_dim: 128, dtype: bf16, causal: true"
+    )
+    config = "WARPS: 4, NUM_STAGES: 2, KEYS: 16, BLOCKS_PER_SM: 2, HEADS: 1, ROW_FRAGMENTS: 1, ITEM_COST: 1"
+    spec = tmp_path / "read.yaml"
+    spec.write_text(
+        f"problems:\n  - {problem}, paged: [16]}}\nbaselines: [plain_read]\n"
+        f"kernels: {{decode_paged_mma: {{{config}, EVICT_FIRST: 1, SCHEDULE: 0, PDL: 0}}}}\n"
+    )
+    done = attnsweep(spec, tmp_path / "results")
+    trials, _, path = rows(tmp_path / "results")
+    assert done.returncode == 0, done.stderr
+    (read,) = [trial for trial in trials if trial.provider == "plain_read"]
+    assert read.status is Status.OK, read.detail
+    rate = 2 * 8 * 16384 * 8 * 128 * 2 / read.time_us.median * 1e6
+    most = json.loads((path.parent / "environment.json").read_text())["memory_bytes_per_second"]
+    assert 0.75 * most < rate < 1.02 * most  # each byte once, and no faster than the memory
+    assert "of a plain read of K and V" in " ".join(done.stdout.split())

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from attnsweep.baselines.paged import pages_read
 from attnsweep.core.cases import Case, small_cases
 from attnsweep.core.problem import Problem
 from attnsweep.verify import encoding
@@ -21,6 +22,21 @@ PROBLEMS = [
         "(4,6/1,3x50,24/16) bf16 causal paged(16,1x50+1x0+1x17+1x2) value_in_key",
     )
 ]
+
+
+@pytest.mark.parametrize("p", [p for p in PROBLEMS if not p.value_in_key], ids=str)
+def test_a_plain_read_loads_each_slot_that_is_used_once_for_each_request(p):
+    inputs = make_inputs(Case(p), 1)
+    used, numbers = pages_read(p)
+    page, slot, size = (int(numbers[name].rstrip("u")) for name in ("PAGE", "SLOT", "PAGE_SIZE"))
+    assert page * 16 == inputs["k"][0].nbytes
+    found = [(at, i // slot % size) for at, slots in used for i in range(page) if i // slot % size < slots]
+    expected = [
+        (inputs["block_table"][request][key // size], key % size)
+        for request, length in enumerate(inputs["seqused_k"])
+        for key in range(length)
+    ]
+    assert sorted(found) == sorted(expected * (page // size))
 
 
 def by_loops(inputs, p):

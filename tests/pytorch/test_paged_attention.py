@@ -101,6 +101,16 @@ def changed(name, value):
     return of
 
 
+def in_pages_of(size):
+    """The call with a cache whose pages have so many slots."""
+
+    def of(tensors, options):
+        q, *caches = tensors
+        return (q, *(x.repeat(1, 4, 1, 1)[:, :size] for x in caches)), options
+
+    return of
+
+
 WRONG = [
     (changed("q", lambda q: q.float()), TypeError, "q is torch.float32"),
     (changed("q", lambda q: q[:, 0]), ValueError, "four dimensions"),
@@ -114,9 +124,13 @@ WRONG = [
     (changed("page_table", lambda t: t[:2]), ValueError, "page_table is"),
     (changed("cache_seqlens", lambda t: t.long()), TypeError, "cache_seqlens is an int32"),
     (changed("cache_seqlens", lambda t: t[:2]), ValueError, "it has 3 numbers"),
+    (in_pages_of(0), ValueError, "no slots"),
+    (in_pages_of(3), ValueError, "pages of 3 slots, which no kernel reads: make pages of"),
+    (in_pages_of(12), ValueError, "pages of 12 slots"),
     (changed("softcap", lambda _: -1.0), ValueError, "softcap"),
     (changed("k_descale", lambda _: torch.ones(3, 2)), ValueError, "of an FP8 cache"),
     (changed("sinks", lambda _: torch.ones(3)), ValueError, "sinks"),
+    (changed("out", lambda _: torch.ones(3)), ValueError, r"out is \(3,\), torch.float32 on cpu, and the output"),
     (changed("k", lambda _: torch.ones(3)), TypeError, "give both"),
     (changed("rotary_cos", lambda _: torch.ones(3)), NotImplementedError, "rotate q and k before"),
     (changed("rotary_cos", lambda _: torch.ones(3)), NotImplementedError, "rotary_cos"),
@@ -130,6 +144,18 @@ def test_what_the_host_sees_is_refused_in_words(change, kind, said):
     tensors, options = change(*call())
     with pytest.raises(kind, match=said):
         paged.flash_attn_with_kvcache(*tensors, **options)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 24, 48])
+def test_pages_that_kernels_read_are_answered(size):
+    (q, *caches), options = in_pages_of(size)(*call())
+    k, v = (pages.nan_to_num() for pages in caches)
+    table = options["page_table"].clamp(0, len(k) - 1)
+    lengths = options["cache_seqlens"].clamp(max=size * table.shape[1])
+    how = {"cache_seqlens": lengths, "causal": True}
+    dense = [pages[table.long()].flatten(1, 2) for pages in (k, v)]
+    out = paged.flash_attn_with_kvcache(q, k, v, page_table=table, **how)
+    assert torch.equal(out, paged.flash_attn_with_kvcache(q, *dense, **how))
 
 
 @pytest.mark.parametrize(
@@ -217,6 +243,24 @@ def test_a_call_of_a_known_kind_is_not_understood_again(launches):
     (of_first, _), (of_second, stream) = launches.issued
     expected = [*(each.data_ptr() for each in other), second.data_ptr()]
     assert ([*of_second[:4]], of_second[4:], stream) == (expected, of_first[4:], 7)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_an_output_that_is_given_is_filled(launches, scheduled):
+    (q, k, v), options = call()
+    if scheduled:
+        runs = torch.zeros(64, dtype=torch.uint8)
+        options["scheduler_metadata"] = paged.ScheduleMetadata(runs, "WARPS=4 SCHEDULE=1")
+    for _ in range(2):
+        out = torch.empty(q.shape, dtype=q.dtype)
+        assert paged.flash_attn_with_kvcache(q, k, v, out=out, **options) is out
+        addresses, _ = launches.issued[-1]
+        assert addresses[3] == out.data_ptr()
+        assert addresses[plans.NAMES.index("runs")] == (runs.data_ptr() if scheduled else 0)
+    assert len(launches.planned) == 2  # the first call: when it is answered, and when it is noted
+    wide = torch.empty(*q.shape[:3], 2 * q.shape[3], dtype=q.dtype)[..., : q.shape[3]]  # the kernel cannot fill it
+    assert paged.flash_attn_with_kvcache(q, k, v, out=wide, **options) is wide
+    assert launches.issued[-1][0][3] != wide.data_ptr()
 
 
 @pytest.mark.parametrize(("tokens", "most"), [((0, 3, 4, 6), 3), ((0, 2, 4, 6), 2)])

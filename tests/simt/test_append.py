@@ -39,6 +39,8 @@ RUNS = (
     (3, "LSE=1 BLOCK_N=64 WARPGROUPS=1", "(1,4,70x640,256) bf16 window(100,3) paged(1,e4m3)"),
     (2, "LSE=1 BLOCK_N=96 PINGPONG=1", "(1,8/2,60x640,96) fp16 full paged(2,e4m3) softcap(30)"),
     (9, "LSE=1 BLOCK_N=64 SPLITS=4", "(1,14/2,9x1700,64) bf16 causal paged(1,e4m3) softcap(5) sinks"),
+    (1, "LSE=1 BLOCK_N=128 COPY_WARPS=8", "(1,8/2,130x640,128) bf16 causal paged(16,e4m3)"),
+    (2, "LSE=1 BLOCK_N=96 WARPGROUPS=1 COPY_WARPS=8", "(1,8/2,60x640,96) fp16 window(40,0) paged(2,e4m3)"),
 )
 
 
@@ -79,6 +81,7 @@ def test_random_config_of_random_requests_is_right(simulator, drawn_by, number):
         values["BLOCK_N"] = min(values["BLOCK_N"], 128)
     values["NUM_STAGES"] = 2 if head_dim * values["BLOCK_N"] > 64 * 128 else values["NUM_STAGES"]
     values["WARPGROUPS"] = 1 if head_dim == 256 else min(values["WARPGROUPS"], 2 if head_dim == 128 else 3)
+    values["COPY_WARPS"] = values["COPY_WARPS"] if stored else 4
     values["PINGPONG"] &= values["OVERLAP"] & (values["WARPGROUPS"] > 1)
     arch = replace(ARCH, sm_count=rng.choice((1, 2, 5, 60)))
     try:

@@ -130,6 +130,21 @@ def test_a_noisy_baseline_without_a_believable_time_is_no_base() -> None:
 OVER = Accuracy(rel_err=7.1e-6, limit=5.0e-6)
 
 
+def test_a_plain_read_is_a_bound_and_no_rival() -> None:
+    error = Accuracy(rel_err=1.0, limit=5e-6)  # its output is 0
+    own = [10.0 * pace for pace in CLOCK]
+    read = baseline("plain_read", [us * 0.9 for us in own], accuracy=error)
+    rows = [read, ours(own), baseline("flash_attn_3", [us * 1.1 for us in own])]
+    row = best(*rows)
+    assert (row["rank"], row["best_baseline"], row["ratio_to_best_baseline"]) == (1, "flash_attn_3", pytest.approx(1.1))
+    text = " ".join(printed(rows, 100).split())
+    assert "90 % of a plain read of K and V" in text
+    assert "plain_read: neither ranked nor taken as base: it computes no attention" in text
+    assert "over the limit" not in text
+    assert "| – | plain_read | bound |" in to_markdown(Sections(rows, None))
+    assert "plain read" not in printed(rows[1:], 100)
+
+
 def test_a_baseline_over_the_limit_is_ranked_marked_and_serves_as_base() -> None:
     """The limit is our rule: without the faster one, the ratio to a slower one flattered us."""
     rows = [ours([10.0] * 6), baseline("unfused", [12.0] * 6, accuracy=OVER), baseline("b", [20.0] * 6)]
