@@ -8,6 +8,7 @@ import pytest
 
 from attnsweep.compile.candidate import Build, as_ready
 from attnsweep.compile.cubin import resources
+from attnsweep.core.hardware import ARCHS
 from attnsweep.core.ops import OPS
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover, load_kernel
@@ -78,11 +79,21 @@ def test_right_on_odd_shapes(kernel, problem, worker, compiler):
         worker.drop("it")
 
 
+PAGED = ("(4,8/2,64x256,64) bf16 causal paged(16)", "(4,16/1,1x256,576/512) bf16 causal paged(64) value_in_key")
+
+
+def some_problem(kernel):
+    """One that a family serves: from a cache of pages, if it takes no other tensors."""
+    if kernel.layouts == ("paged",):
+        served = (problem for problem in map(Problem.parse, PAGED) if kernel.refusal(problem, ARCHS["sm_90a"]) is None)
+        return next(served)
+    head_dim, dtype = kernel.some_head_dims[0], kernel.dtypes[0]
+    return Problem(1, 4, 4, seqlen(head_dim), seqlen(head_dim), head_dim, dtype, op=OPS[kernel.ops[0]])
+
+
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=str)
 def test_occupancy_is_what_the_driver_says(kernel, worker, compiler):
-    head_dim, dtype = kernel.some_head_dims[0], kernel.dtypes[0]
-    op = OPS[kernel.ops[0]]
-    problem = Problem(1, 4, 4, seqlen(head_dim), seqlen(head_dim), head_dim, dtype, op=op)
+    problem = some_problem(kernel)
     configs = Space.build(kernel, problem, compiler.arch).configs
     builds = [Build.of(kernel, c, problem, compiler) for c in configs[:: len(configs) // 24 + 1]]
     for build in builds:
