@@ -5,6 +5,7 @@ It runs in processes that may die of it: that of the GPU, called ones, and those
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import importlib
 import importlib.util
@@ -115,19 +116,25 @@ def user_modules() -> dict[str, str]:
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not file.endswith(".py") or file.startswith(installed):
             continue
-        folders = [*Path(file).parents]
-        if {"site-packages", "dist-packages"} & {*folders[0].parts}:
+        path = Path(file)
+        if {"site-packages", "dist-packages"} & {*path.parts}:
             continue  # of another environment, which this one sees
-        depth = name.count(".") + file.endswith("__init__.py")
-        if not any(map(_filled_by_pip, folders[depth : depth + 1])):
+        if not any(str(path.relative_to(place)) in _installed_in(place) for place in path.parents):
             found[name] = file
     return found
 
 
 @cache
-def _filled_by_pip(folder: Path) -> bool:
-    """Whether packages are installed in a folder, as by `pip install --target`."""
-    return any(folder.glob("*.dist-info"))
+def _installed_in(folder: Path) -> frozenset[str]:
+    """Files of packages that are installed in a folder, as by `pip install --target`.
+
+    TileLang and CuTe DSL import files of theirs from folders deep below that one.
+    """
+    found = set()
+    for record in folder.glob("*.dist-info/RECORD"):
+        with suppress(OSError), open(record, encoding="utf-8", newline="") as file:
+            found |= {row[0] for row in csv.reader(file) if row}
+    return frozenset(found)
 
 
 def beside(module: Any, function: Any, name: str) -> Any:

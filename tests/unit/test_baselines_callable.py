@@ -85,18 +85,23 @@ def test_a_changed_file_has_another_digest_and_a_missing_one_none(mine):
 def test_all_that_is_imported_and_not_installed_is_the_users(tmp_path, monkeypatch):
     for folder in ("beside", "installed/filled", "installed/filled-1.0.dist-info"):
         (tmp_path / folder).mkdir(parents=True)
+    listed = ("filled/__init__.py", "filled/inner.py", '"filled/vendored/python/deep/__init__.py"')
+    record = "".join(f"{file},sha256=0,1\n" for file in listed)
+    (tmp_path / "installed/filled-1.0.dist-info/RECORD").write_text(record)
     files = {
         "in_checkout": Path(attnsweep.__file__).parents[1] / "ours.py",
         "beside.inner": tmp_path / "beside/inner.py",
         "filled": tmp_path / "installed/filled/__init__.py",
         "filled.inner": tmp_path / "installed/filled/inner.py",
+        "deep": tmp_path / "installed/filled/vendored/python/deep/__init__.py",
+        "mine_among_them": tmp_path / "installed/mine_among_them.py",
         "attnsweep.own": Path(attnsweep.__file__).parent / "own.py",
     }
     for name, file in files.items():
         module = ModuleType(name)
         module.__file__ = str(file)
         monkeypatch.setitem(sys.modules, name, module)
-    assert {*files} & {*user_modules()} == {"in_checkout", "beside.inner"}
+    assert {*files} & {*user_modules()} == {"in_checkout", "beside.inner", "mine_among_them"}
 
 
 def test_a_digest_runs_no_code_not_even_of_a_package(mine, tmp_path):
