@@ -551,6 +551,8 @@ _TITLES = {
     "flash_attn_3_fp8_ready": "FlashAttention-3 in FP8 with its metadata made before",
     "torch_dense": "PyTorch's attention on a dense cache",
     "torch_gathered": "PyTorch's attention behind a gather",
+    "flashinfer": "FlashInfer",
+    "xqa": "XQA",
 }
 """The name that a reader has for each baseline."""
 
