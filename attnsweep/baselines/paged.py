@@ -201,7 +201,8 @@ def plain_read(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
         compiler.close()
     function = session.kernel(str(cubin.path), "plain_read")
     listed = torch.from_numpy(used).cuda()
-    zeros = torch.zeros(problem.shape_of("o"), dtype=query_type(torch, problem), device="cuda")
+    (output,) = problem.outputs
+    zeros = torch.zeros(problem.shape_of(output), dtype=query_type(torch, problem), device="cuda")
     grid = (2 * session.gpu.sm_count, 1, 1)
 
     def forward(_: Any, k: Any, v: Any, *more: Any) -> Any:
