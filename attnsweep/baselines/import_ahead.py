@@ -30,6 +30,7 @@ _IMPORTS: dict[str, tuple[str, ...]] = {
         (name for name in KNOWN_BASELINES if name.startswith("flash_attn_3")), flash.FLASH_3
     ),
     "flash_attn_4": ("flash_attn.cute",),
+    **dict.fromkeys(("flashinfer", "xqa"), ("flashinfer",)),
 }
 # What the first call of FlashAttention-3 imports if baselines.loaded has not found a function in
 # it.

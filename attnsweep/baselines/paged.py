@@ -42,7 +42,7 @@ def flash_3(*, ready: bool = False, fp8: bool = False) -> Builder:
     """
 
     def build(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
-        layout = _layout(problem)
+        layout = layout_of(problem)
         module = installed("flash_attn_3", FLASH_3)[0]
         if (layout.cache_dtype is not None) != fp8:
             what = "its queries are FP8 if the cache is" if not fp8 else "the cache is not FP8"
@@ -51,7 +51,7 @@ def flash_3(*, ready: bool = False, fp8: bool = False) -> Builder:
             what = "the installed build has no head_dim 64 beside values of 512, and so reads no qv"
             raise Unavailable(f"FlashAttention-3: {what}: build its hopper/ directory with it")
         attention = functools.cache(lambda: loaded(module).flash_attn_with_kvcache)
-        table, lengths = _table(torch, problem)
+        table, lengths = table_of(torch, problem)
         options: dict[str, Any] = {"causal": problem.mask.interval.right == 0, **window(problem)}
         options |= changes(problem)
         of_v, in_key = problem.value_dim, problem.value_in_key
@@ -63,7 +63,7 @@ def flash_3(*, ready: bool = False, fp8: bool = False) -> Builder:
                 *(problem.batch, problem.seqlen_q, problem.seqlen_k),
                 *(problem.heads, problem.heads_kv, columns, lengths),
                 **({"headdim_v": of_v} if in_key else {}),
-                qkv_dtype=torch.float8_e4m3fn if fp8 else _type(torch, problem),
+                qkv_dtype=torch.float8_e4m3fn if fp8 else query_type(torch, problem),
                 page_size=layout.page_size,
                 causal=options["causal"],
                 has_softcap="softcap" in options,
@@ -72,7 +72,7 @@ def flash_3(*, ready: bool = False, fp8: bool = False) -> Builder:
 
         def convert(*inputs: Any) -> tuple[Any, ...]:
             q, *pages = inputs
-            pages, scales = [_slots(torch, x, layout) for x in pages[:2]], pages[2:]
+            pages, scales = [slots_of(torch, x, layout) for x in pages[:2]], pages[2:]
             q = q.transpose(1, 2).contiguous()
             if in_key:  # the queries of the values, and of the other columns, are apart
                 (keys,) = pages
@@ -103,13 +103,13 @@ def flash_mla(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     (module,) = installed("flash_mla", ("flash_mla",))
     package = functools.cache(lambda: importlib.import_module(module))
     plan = functools.cache(lambda: package().get_mla_metadata()[0])
-    table, lengths = _table(torch, problem)
-    if (size := _layout(problem).page_size) != 64:
+    table, lengths = table_of(torch, problem)
+    if (size := layout_of(problem).page_size) != 64:
         raise Unavailable(f"FlashMLA has pages of 64 keys, not {size}")
     how = {"softmax_scale": problem.scale, "causal": problem.mask.interval.right == 0}
 
     def convert(q: Any, k: Any) -> tuple[Any, ...]:
-        return q.transpose(1, 2).contiguous(), _slots(torch, k, _layout(problem))
+        return q.transpose(1, 2).contiguous(), slots_of(torch, k, layout_of(problem))
 
     def forward(q: Any, k: Any) -> Any:
         given = (q, k, table, lengths, problem.value_dim, plan())
@@ -124,7 +124,7 @@ def dense(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
 
     A cache in FP8 is bf16 there: PyTorch reads no other.
     """
-    if len({*_layout(problem).of_items(problem.batch, problem.seqlen_k)}) > 1:
+    if len({*layout_of(problem).of_items(problem.batch, problem.seqlen_k)}) > 1:
         raise Unavailable("PyTorch has no lengths of a cache: these differ")
     if problem.mask != FULL and problem.seqlen_q > 1:
         raise Unavailable("PyTorch has no mask aligned bottom-right in its split-key kernels")
@@ -149,8 +149,8 @@ def dense(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
 
 def gathered(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     """PyTorch's attention on keys that the call gathers from their pages: what a program can do."""
-    layout = _layout(problem)
-    table, lengths = _table(torch, problem)
+    layout = layout_of(problem)
+    table, lengths = table_of(torch, problem)
     table = table.long()
     attention = torch.nn.functional.scaled_dot_product_attention
     keys = torch.arange(table.shape[1] * layout.page_size, device="cuda")
@@ -166,7 +166,7 @@ def gathered(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     of_heads = seen.repeat(1, 1, problem.heads if problem.value_in_key else 1, 1)
 
     def convert(q: Any, *pages: Any) -> tuple[Any, ...]:
-        return (q, *(_slots(torch, x, layout) for x in pages[:2]), *pages[2:])
+        return (q, *(slots_of(torch, x, layout) for x in pages[:2]), *pages[2:])
 
     def latent(q: Any, k: Any) -> Any:  # the queries of all heads are the rows of one
         k = k[table].flatten(1, 2).transpose(1, 2)
@@ -201,7 +201,8 @@ def plain_read(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
         compiler.close()
     function = session.kernel(str(cubin.path), "plain_read")
     listed = torch.from_numpy(used).cuda()
-    zeros = torch.zeros(problem.shape_of("o"), dtype=_type(torch, problem), device="cuda")
+    (output,) = problem.outputs
+    zeros = torch.zeros(problem.shape_of(output), dtype=query_type(torch, problem), device="cuda")
     grid = (2 * session.gpu.sm_count, 1, 1)
 
     def forward(_: Any, k: Any, v: Any, *more: Any) -> Any:
@@ -219,7 +220,7 @@ def pages_read(problem: Problem) -> tuple[np.ndarray[Any, Any], dict[str, str]]:
 
     Raises Unavailable where the kernel cannot count its loads.
     """
-    layout = _layout(problem)
+    layout = layout_of(problem)
     size = layout.page_size
     values = layout.values(problem.batch, problem.seqlen_q, problem.seqlen_k)
     table, lengths = (np.asarray(values[name]) for name in ("block_table", "seqused_k"))
@@ -234,16 +235,18 @@ def pages_read(problem: Problem) -> tuple[np.ndarray[Any, Any], dict[str, str]]:
     return used, numbers
 
 
-def _layout(problem: Problem) -> Paged:
+def layout_of(problem: Problem) -> Paged:
+    """The problem's layout, which is paged."""
     assert isinstance(problem.layout, Paged)
     return problem.layout
 
 
-def _type(torch: Any, problem: Problem) -> Any:
+def query_type(torch: Any, problem: Problem) -> Any:
+    """PyTorch's type of the queries."""
     return torch.float16 if problem.dtype == "fp16" else torch.bfloat16
 
 
-def _table(torch: Any, problem: Problem) -> tuple[Any, Any]:
+def table_of(torch: Any, problem: Problem) -> tuple[Any, Any]:
     """block_table without what is no page, and the lengths."""
     values = problem.layout.values(problem.batch, problem.seqlen_q, problem.seqlen_k)
     table, lengths = (
@@ -254,7 +257,7 @@ def _table(torch: Any, problem: Problem) -> tuple[Any, Any]:
     return torch.where((table >= 0) & (table < pages), table, 0), lengths
 
 
-def _slots(torch: Any, pages: Any, layout: Paged) -> Any:
+def slots_of(torch: Any, pages: Any, layout: Paged) -> Any:
     """(pages, page_size, heads_kv, head_dim), in the layout's order in memory, without NaN."""
     made = _without_nan(torch, pages)
     return made if layout.order == "nhd" else made.transpose(1, 2)
@@ -269,13 +272,13 @@ def _without_nan(torch: Any, x: Any) -> Any:
 
 def _in_a_row(torch: Any, problem: Problem, *pages: Any) -> list[Any]:
     """k and v as (batch, heads_kv, seqlen_k, head_dim) of q's dtype; v may be a part of k."""
-    table, _ = _table(torch, problem)
-    layout, scales = _layout(problem), pages[2:]
+    table, _ = table_of(torch, problem)
+    layout, scales = layout_of(problem), pages[2:]
     made = []
     for at, x in enumerate(pages[:2]):
-        rows = _slots(torch, x, layout)[table.long()].flatten(1, 2)[:, : problem.seqlen_k]
+        rows = slots_of(torch, x, layout)[table.long()].flatten(1, 2)[:, : problem.seqlen_k]
         rows = rows.transpose(1, 2)
         if scales:
             rows = rows.float() * scales[at][:, :, None, None]
-        made.append(rows.to(_type(torch, problem)).contiguous())
+        made.append(rows.to(query_type(torch, problem)).contiguous())
     return [*made, made[0][..., : problem.value_dim]] if problem.value_in_key else made

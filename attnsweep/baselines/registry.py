@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from attnsweep.baselines import callable as own
-from attnsweep.baselines import cudnn, flash, fp8, paged
+from attnsweep.baselines import cudnn, flash, flash_infer, fp8, paged
 from attnsweep.baselines.backend import TORCH, Backend, Package
 from attnsweep.baselines.flash import FLASH_3, flash_attention
 from attnsweep.baselines.torch_sdpa import (
@@ -43,6 +43,11 @@ _FLASH_3 = Package(
     "FlashAttention's hopper/ directory",
 )
 _FLASH_MLA = Package(("sgl-flash-mla",), "pip install --no-deps sgl-flash-mla")
+_FLASHINFER = Package(
+    ("flashinfer-python",),
+    "pip install --no-deps flashinfer-python apache-tvm-ffi nvidia-ml-py requests tqdm, beside "
+    "nvcc and ninja",
+)
 _FLASH_4 = Package(("flash-attn-4",), "pip install flash-attn-4")
 _CUDNN = Package(("nvidia-cudnn-frontend",), "pip install nvidia-cudnn-frontend")
 _TRITON = Package(
@@ -165,6 +170,19 @@ BACKENDS = {
             *("torch_gathered", {"forward": paged.gathered}, TORCH),
             layouts=("paged",),
             value_in_key=True,
+        ),
+        *(
+            Backend(
+                *(name, {"forward": build}, _FLASHINFER),
+                masks=("full", "causal"),
+                layouts=("paged",),
+                scores=scores,
+                cannot=flash_infer.cannot,
+            )
+            for name, build, scores in (
+                ("flashinfer", flash_infer.decode, ("softcap",)),
+                ("xqa", flash_infer.xqa, ()),
+            )
         ),
         _flash(
             *("flash_attn_4", "flash_attn.cute"),

@@ -63,6 +63,8 @@ BaselineName = Literal[
     "torch_gathered",
     "flash_mla",
     "plain_read",
+    "flashinfer",
+    "xqa",
 ]
 KNOWN_BASELINES: tuple[BaselineName, ...] = get_args(BaselineName)
 OWN_BF16: BaselineName = "attnsweep_bf16"
@@ -81,12 +83,14 @@ OF_PAGED: tuple[BaselineName, ...] = (
 asks for them where caches are paged."""
 PLAIN_READ: BaselineName = "plain_read"
 """A bound and no rival: the time of a kernel that only reads the keys and values of a cache."""
+FLASHINFER: tuple[BaselineName, ...] = ("flashinfer", "xqa")
+"""They must be asked for, by `tune` too, since they compile for minutes with nvcc."""
 _COMPUTED_IN: dict[str, str] = {
     OWN_BF16: "BF16",
     **dict.fromkeys(("flash_attn_3_fp8", "flash_attn_3_fp8_ready"), "FP8"),
 }
 """Kinds of formats of baselines that convert their inputs."""
-_ASKED = (OWN_BF16, FLEX, VARLEN, CUDNN_DETERMINISTIC, *OF_PAGED[1:2], *OF_PAGED[3:])
+_ASKED = (OWN_BF16, FLEX, VARLEN, CUDNN_DETERMINISTIC, *OF_PAGED[1:2], *OF_PAGED[3:], *FLASHINFER)
 BASELINES = tuple(name for name in KNOWN_BASELINES if name not in _ASKED)
 """All other baselines: the default."""
 

@@ -20,7 +20,16 @@ from attnsweep.baselines.backend import Unavailable, Way
 from attnsweep.baselines.prepare import BoundBaseline, prepare
 from attnsweep.baselines.registry import BACKENDS
 from attnsweep.core.problem import Problem
-from attnsweep.specs.model import BASELINES, CUDNN_DETERMINISTIC, FLEX, KNOWN_BASELINES, OF_PAGED, OWN_BF16, VARLEN
+from attnsweep.specs.model import (
+    BASELINES,
+    CUDNN_DETERMINISTIC,
+    FLASHINFER,
+    FLEX,
+    KNOWN_BASELINES,
+    OF_PAGED,
+    OWN_BF16,
+    VARLEN,
+)
 
 PROBLEM = Problem(2, 8, 2, 64, 128, 64, "fp16", causal=True)
 
@@ -179,7 +188,7 @@ def test_an_output_is_written_where_it_is_judged_in_the_problems_type(torch, dty
 
 
 def test_every_baseline_has_ways_and_says_how_to_get_it():
-    asked = {OWN_BF16, FLEX, VARLEN, CUDNN_DETERMINISTIC, *OF_PAGED} - {"flash_attn_3", "flash_attn_3_fp8"}
+    asked = {OWN_BF16, FLEX, VARLEN, CUDNN_DETERMINISTIC, *OF_PAGED, *FLASHINFER} - {"flash_attn_3", "flash_attn_3_fp8"}
     assert set(BACKENDS) == set(KNOWN_BASELINES) == {*BASELINES} | asked
     assert all(backend.package.fix for backend in BACKENDS.values())
 

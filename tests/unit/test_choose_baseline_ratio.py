@@ -143,6 +143,7 @@ def test_a_plain_read_is_a_bound_and_no_rival() -> None:
     assert "over the limit" not in text
     assert "| – | plain_read | bound |" in to_markdown(Sections(rows, None))
     assert "plain read" not in printed(rows[1:], 100)
+    assert Sections(rows[1:], None, asked=("plain_read", "flash_attn_3"))[0].lost is None
 
 
 def test_a_baseline_over_the_limit_is_ranked_marked_and_serves_as_base() -> None:
