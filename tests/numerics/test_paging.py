@@ -1,5 +1,7 @@
 """Inputs of a paged cache, and references on them, against a loop over pages."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from attnsweep.baselines.paged import pages_read
 from attnsweep.core.cases import Case, small_cases
 from attnsweep.core.problem import Problem
 from attnsweep.verify import encoding
+from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify.inputs import make_inputs
 from attnsweep.verify.oracle import oracle_of
 from attnsweep.verify.paging import gathered
@@ -124,3 +127,24 @@ def test_small_cases_of_a_paged_problem_are_compiled_as_it_is(problem):
         assert case.problem.seqlen_q <= problem.seqlen_q
         assert case.problem.seqlen_k <= problem.seqlen_k
         assert Problem.parse(case.problem.label) == Problem.of(case.problem.facts) == case.problem
+
+
+@pytest.mark.parametrize("inputs", ["normal", "huge_scores"])
+def test_one_long_request_among_short_ones_costs_no_keys_that_none_has(inputs, constants):
+    p = Problem.parse("(16,4/2,1x4096,64) bf16 causal paged(16,1x4k+15x20)")
+    whole = make_inputs(Case(p, inputs), 1)
+    constants(verify_inputs, _MANY=2**20)
+    tracemalloc.start()
+    made = make_inputs(Case(p, inputs), 1)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 16 * 2 * 4096 * 64 * 4  # float32 values of every item's 4,096 keys, of one tensor
+    assert {name: x.shape for name, x in made.items()} == {name: x.shape for name, x in whole.items()}
+    for name in "kv":
+        used = encoding.from_bits(made[name], "bf16").reshape(-1, 64)
+        rows = used[~np.isnan(used).any(1)]
+        assert len(rows) == 2 * (4096 + 15 * 20)
+        pages = made[name][~np.isnan(encoding.from_bits(made[name], "bf16")).all((1, 2, 3))].reshape(-1, 16 * 2 * 64)
+        assert len(np.unique(pages, axis=0)) == len(pages)
+    sizes = [np.abs(encoding.from_bits(each["q"], "bf16")).mean() for each in (whole, made)]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.05)
