@@ -31,8 +31,8 @@ class Windows:
     """q, k or v whose heads are windows into the same random values, `step` elements apart.
 
     With every head drawn and copied for itself, `tune` proved for 65 s of 104 at
-    (4,32,131072,128). No two heads have an equal row at the same place, and pairs of keys and values
-    differ too, as `step` of each tensor is another.
+    (4,32,131072,128). No two heads have an equal row at the same place, and pairs of keys and
+    values differ too, as `step` of each tensor is another.
     """
 
     pool: Bits
