@@ -135,16 +135,20 @@ class MetCalls:
         self._kinds[what] = ((plan, alike, grad), *kinds[: MOST_ALIKE - 1])
 
 
+_Settled = tuple[Callable[..., bool], bool, Any, "type | None"]
+
+
 class ShortSteps:
     """Kinds of short steps that PyTorch gets, by the place in a program that makes them.
 
     A place is a code object and the number of an instruction in it; None: any of the others.
     settled: by `number`, the kinds whose gradients were alike so often that nobody watches them:
-    whether tensors are alike in all but addresses, whether it is causal, and the code object.
+    whether tensors are alike in all but addresses, whether it is causal, the code object, and the
+    class of the output's grad_fn.
     """
 
     def __init__(self) -> None:
-        self.settled: dict[int, tuple[tuple[Callable[..., bool], bool, Any], ...]] = {}
+        self.settled: dict[int, tuple[_Settled, ...]] = {}
         self._kinds: dict[Any, tuple[tuple[Callable[..., bool], bool, Steps, Any], ...]] = {}
 
     @staticmethod
@@ -160,11 +164,12 @@ class ShortSteps:
         for alike, is_causal, steps, _ in self._kinds.get(place, ()):
             if is_causal is causal and alike(query, key, value):
                 if not steps.left and not any(alike is each for each, *_ in self._of(place)):
-                    self.settled[place] = ((alike, causal, code), *self._of(place)[:3])
+                    one = alike, causal, code, steps.backend
+                    self.settled[place] = (one, *self._of(place)[:3])
                 return steps
         return None
 
-    def _of(self, place: int) -> tuple[tuple[Callable[..., bool], bool, Any], ...]:
+    def _of(self, place: int) -> tuple[_Settled, ...]:
         return self.settled.get(place, ())
 
     def add(
