@@ -395,8 +395,8 @@ def _fits(metadata: ScheduleMetadata, call: Arguments) -> None:
     for name, theirs, ours in zip(names, metadata.of, own, strict=True):
         if theirs != ours:
             raise ValueError(
-                f"scheduler_metadata was made for {name} {theirs}, and the call has {ours}: make it "
-                "by get_scheduler_metadata with the sizes of the call"
+                f"scheduler_metadata was made for {name} {theirs}, and the call has {ours}: make "
+                "it by get_scheduler_metadata with the sizes of the call"
             )
 
 

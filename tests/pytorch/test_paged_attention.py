@@ -275,7 +275,7 @@ def test_a_schedule_of_other_calls_is_refused_also_where_the_call_is_known(launc
     paged.flash_attn_with_kvcache(q, k, v, scheduler_metadata=own, **options)
     launches.issued.clear()
     other = own._replace(of=(*of[:at], 9, *of[at + 1 :]))
-    with pytest.raises(ValueError, match=f"made for .*{said}, and the call has {of[at]}: make it"):
+    with pytest.raises(ValueError, match=f"made for .*{said}, and the call has {of[at]}: make"):
         paged.flash_attn_with_kvcache(q, k, v, scheduler_metadata=other, **options)
     assert not launches.issued
 
