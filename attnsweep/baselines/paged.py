@@ -218,7 +218,7 @@ def plain_read(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
 def pages_read(problem: Problem) -> tuple[np.ndarray[Any, Any], dict[str, str]]:
     """Each request's pages with their used slots, int32 (pages, 2); and what plain_read.cu needs.
 
-    Raises Unavailable where the kernel cannot count its loads.
+    Raises Unavailable where the kernel cannot make these loads, or count them.
     """
     layout = layout_of(problem)
     size = layout.page_size
@@ -226,7 +226,9 @@ def pages_read(problem: Problem) -> tuple[np.ndarray[Any, Any], dict[str, str]]:
     table, lengths = (np.asarray(values[name]) for name in ("block_table", "seqused_k"))
     slots = np.clip(lengths[:, None] - size * np.arange(table.shape[1]), 0, size)
     used = np.stack([table[slots > 0], slots[slots > 0]], 1).astype(np.int32)
-    of_row = problem.head_dim * DTYPE_BYTES[problem.tensor("k").dtype] // 16
+    of_row, rest = divmod(problem.head_dim * DTYPE_BYTES[problem.tensor("k").dtype], 16)
+    if rest:
+        raise Unavailable(f"it loads 16 bytes, and rows of {problem.head_dim} columns are no such")
     of_page = of_row * problem.heads_kv * size
     if len(used) * of_page >= 2**31:
         raise Unavailable("it counts up to 2^31 loads of 16 bytes")

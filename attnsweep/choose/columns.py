@@ -15,6 +15,7 @@ from attnsweep.core.errors import SpecError
 from attnsweep.core.hardware import arch_named, binding, bounds
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Environment, Status, Trial, over_limit
+from attnsweep.specs.model import PLAIN_READ
 from attnsweep.store.rows import trial_of
 
 _FLOAT, _TEXT, _BOOL, _WHOLE = "float64", "object", "bool", "Int64"
@@ -53,14 +54,19 @@ class ProblemContext:
         self.trials = trials
         self.flops, self.min_bytes = problem.flops, problem.min_bytes
         self.base: Base | None = None
-        self._limits: dict[tuple[bool, str | None], dict[str, float]] = {}
+        self._limits: dict[tuple[object, ...], dict[str, float]] = {}
         self._bounds: dict[tuple[object, ...], tuple[str, float] | None] = {}
 
     def _bounds_of(self, trial: Trial) -> dict[str, float]:
-        """`bounds_of` the row, cached: all rows of one recording have the same."""
-        key = (trial.recorded, trial.recorded_on)
+        """`bounds_of` the row, cached: all rows of one recording have the same.
+
+        But a plain read, which computes nothing, has the memory's alone.
+        """
+        reads = trial.provider == PLAIN_READ
+        key = (trial.recorded, trial.recorded_on, reads)
         if key not in self._limits:
-            self._limits[key] = bounds_of(trial, self.environment)
+            limits = bounds_of(trial, self.environment).items()
+            self._limits[key] = {unit: us for unit, us in limits if unit == "memory" or not reads}
         return self._limits[key]
 
     def binding(self, trial: Trial, l2: str) -> tuple[str, float] | None:
@@ -68,7 +74,7 @@ class ProblemContext:
         where = self.environment
         if where is None:
             return None
-        key = (trial.recorded, trial.recorded_on, l2)
+        key = (trial.recorded, trial.recorded_on, trial.provider == PLAIN_READ, l2)
         if key not in self._bounds:
             limits = self._bounds_of(trial)
             self._bounds[key] = binding(limits, self.problem, l2_bytes=where.l2_bytes, l2=l2)
@@ -86,7 +92,7 @@ class ProblemContext:
         if where is None or not mhz:
             return {}
         us, l2 = _device_us(trial)
-        key = (trial.recorded, trial.recorded_on, l2, mhz)
+        key = (trial.recorded, trial.recorded_on, trial.provider == PLAIN_READ, l2, mhz)
         if key not in self._bounds:
             slower = where.clock_hz / 1e6 / mhz
             limits = self._bounds_of(trial).items()

@@ -188,8 +188,8 @@ class CalledBuild(Build):
         return cls(kernel, config, problem, *made)
 
     def submit(self, turn: int = NOW) -> None:
-        """Start to trace and compile the call, if it is sure to be asked for."""
-        if turn == SOON:
+        """Start to trace and compile the call once, if it is sure to be asked for."""
+        if turn == SOON or "call" in self.futures:
             return
         traced: Future[Any] = self._tracer.submit(self.problem, self.config)
         self.futures["call"] = traced

@@ -252,12 +252,12 @@ class Compiler:
         key = self.key(source, defines)
         with self._lock:
             future = self._futures.setdefault(key, Future())
-            before = self._turns.setdefault(key, LATER + 1)
+            before = self._turns.get(key, LATER + 1)
             if turn < before and not (future.running() or future.done()):
+                self._pool.submit(self._next)  # first: it raises once the pool is closed
                 self._turns[key] = turn
                 one = _Waiting(turn, next(self._count), future, (key, source, dict(defines)))
                 heapq.heappush(self._waiting, one)
-                self._pool.submit(self._next)
             return future
 
     def compile(self, source: Path, defines: Mapping[str, str]) -> Cubin:
@@ -270,16 +270,18 @@ class Compiler:
             self.tracers.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         with self._lock:
-            for one in self._waiting:
-                one.future.cancel()
+            left = [one.future for one in self._waiting]
+        for future in left:  # not locked: who waits for one may ask for another
+            future.cancel()
 
     # -- in the threads ---------------------------------------------------------------------
 
     def _next(self) -> None:
-        """Compile what has the soonest turn, unless a thread has begun it."""
+        """Compile what has the soonest turn, unless it was asked for again, sooner."""
         with self._lock:
             one = heapq.heappop(self._waiting)
-            if one.future.running() or not one.future.set_running_or_notify_cancel():
+            again_sooner = one.turn > self._turns[one.given[0]]
+            if again_sooner or not one.future.set_running_or_notify_cancel():
                 return
         try:
             made = self._obtain(*one.given)

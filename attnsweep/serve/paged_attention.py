@@ -67,10 +67,14 @@ known_calls: KnownCalls[Known] = KnownCalls()
 
 
 class ScheduleMetadata(NamedTuple):
-    """The runs of blocks over the lengths of a step, made once for calls that are alike in them."""
+    """The runs of blocks over the lengths of a step, made once for calls that are alike in them.
+
+    of: the device, requests, queries, heads, key heads, and keys before a query's own of the calls.
+    """
 
     runs: torch.Tensor
     config: str
+    of: tuple[int, ...]
 
 
 def flash_attn_with_kvcache(
@@ -135,6 +139,8 @@ def flash_attn_with_kvcache(
     given = (q, k_cache, v_cache, table, cache_seqlens, k_descale, v_descale, sinks, out)
     numbers: tuple[Any, ...] | None = None
     in_parts = None
+    if scheduler_metadata is not None and qv is None:
+        _check_schedule(scheduler_metadata)
     if (
         k is v is rotary_cos is rotary_sin is rotary_seqlens is q_descale is cache_batch_idx is None
         and cache_leftpad is cu_seqlens_q is cu_seqlens_k_new is None
@@ -228,7 +234,7 @@ def _kind(
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """What tells kinds of calls apart, and the tensors that are there."""
     q, k, v, table, lengths, k_scale, v_scale, sinks, out = given
-    config = None if metadata is None else metadata.config
+    config = None if metadata is None else metadata[1:]
     if k_scale is v_scale is sinks is None and table is not None and lengths is not None:
         if begins is not None:
             packed = (q, k, v, table, lengths, begins)
@@ -370,7 +376,28 @@ def get_scheduler_metadata(
     with torch.cuda.device(index):  # its context must be the current one
         launches = schedule_of(problem, config, index)
         launches.issue(tuple(addresses.get(name, 0) for name in NAMES), raw_stream(index))
-    return ScheduleMetadata(runs, config.label)
+    left = -1 if window_size[0] is None or window_size[0] < 0 else int(window_size[0])
+    of = (index, batch_size, max_seqlen_q, num_heads_q, num_heads_kv, left)
+    return ScheduleMetadata(runs, config.label, of)
+
+
+def _check_schedule(metadata: Any) -> None:
+    if type(metadata) is not ScheduleMetadata:
+        own = "scheduler_metadata is what get_scheduler_metadata of attnsweep returned"
+        raise TypeError(f"{own}, not {type(metadata).__name__}")
+
+
+def _fits(metadata: ScheduleMetadata, call: Arguments) -> None:
+    """Raise ValueError for a schedule of other calls: its blocks would write beside the output."""
+    _, rows, heads, _ = call.q.shape
+    own = (call.q.device.index or 0, call.batch, rows, heads, call.k.shape[2], call.sides[0])
+    names = ("device", "requests", "queries", "heads", "key heads", "keys to the left")
+    for name, theirs, ours in zip(names, metadata.of, own, strict=True):
+        if theirs != ours:
+            raise ValueError(
+                f"scheduler_metadata was made for {name} {theirs}, and the call has {ours}: make "
+                "it by get_scheduler_metadata with the sizes of the call"
+            )
 
 
 def _refuse(what: Mapping[str, bool]) -> None:
@@ -394,6 +421,8 @@ def _answer(
             return made
         counters[made.code] += 1
         return by_others(call)
+    if metadata is not None and call.begins is None:
+        _fits(metadata, call)
     plan = plan_of(call, metadata and config_of(metadata.config))
     q = call.q
     if plan.launches is None or not q.numel():

@@ -124,9 +124,10 @@ class Kept:
         capturing = is_capturing()
         found = None if capturing else self._found.get(stream)
         if found is None:
-            spaces = _workspaces(self._sizes, index, stream)
+            with _lock:  # of two threads, one would have what the other replaced, which is free
+                spaces = dict(_workspaces(self._sizes, index, stream))
             made = tuple(spaces[name].data_ptr() if name in spaces else 0 for name in self._names)
-            found = made, dict(spaces)
+            found = made, spaces
             if not capturing:
                 self._found[stream] = found
         return found[0]

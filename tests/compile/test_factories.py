@@ -257,6 +257,19 @@ def test_the_examples_compile(package, place, monkeypatch, programs):
     assert used.spill_bytes == 0
 
 
+def test_a_sweep_traces_each_config_once_however_slow_that_is(place, monkeypatch, tmp_path):
+    asked, submit = [], Tracer.submit
+
+    def noted(self, problem, values, **options):
+        asked.append((problem.label, values["BLOCK"]))
+        return submit(self, problem, values, **options)
+
+    monkeypatch.setattr(Tracer, "submit", noted)
+    use_gpu(monkeypatch, FakeGpu({"BLOCK=32": 20.0, "BLOCK=128": 30.0}, environment=TEST_GPU))
+    attnsweep.run("calls.yaml", results=tmp_path, cache_dir=place / "cache")
+    assert len(asked) == len({*asked}) > 2
+
+
 def test_a_sweep_of_factories_is_resumed_and_its_winner_exported(place, monkeypatch, tmp_path):
     gpu = FakeGpu({"BLOCK=32": 20.0, "BLOCK=128": 30.0}, environment=TEST_GPU)
     use_gpu(monkeypatch, gpu)

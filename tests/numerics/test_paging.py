@@ -5,6 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from attnsweep.baselines.backend import Unavailable
 from attnsweep.baselines.paged import pages_read
 from attnsweep.core.cases import Case, small_cases
 from attnsweep.core.problem import Problem
@@ -40,6 +41,12 @@ def test_a_plain_read_loads_each_slot_that_is_used_once_for_each_request(p):
         for key in range(length)
     ]
     assert sorted(found) == sorted(expected * (page // size))
+
+
+def test_a_plain_read_of_rows_that_are_no_whole_loads_says_so():
+    for columns in (8, 24):
+        with pytest.raises(Unavailable, match=f"16 bytes, and rows of {columns} columns"):
+            pages_read(Problem.parse(f"(2,4/2,1x64,{columns}) bf16 full paged(16,e4m3)"))
 
 
 def by_loops(inputs, p):

@@ -1,6 +1,9 @@
 """`mla_decode`: what calls mean, what is refused, the answer without a kernel, and what the kernel gets."""
 
 import sys
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -309,6 +312,23 @@ def test_workspaces_are_kept_for_each_stream_and_each_capture(card, monkeypatch)
     every = [address for own in where.values() for address in own]
     assert len(set(every)) == len(every) == 12
     assert not any(spaces["counters"].any() for spaces in launch._spaces.values())
+
+
+def test_threads_that_need_workspaces_at_once_have_them_large_enough_and_for_good(card, monkeypatch):
+    made, zeros = [], torch.zeros
+
+    def slowly(size, **how):
+        time.sleep(0.1 if size > 100 else 0.15)  # a small one comes in place of a large one
+        made.append(weakref.ref(tensor := zeros(size, **how)))
+        return tensor
+
+    monkeypatch.setattr(torch, "zeros", slowly)
+    names = ("counters", "turns")
+    kept = {size: launch.Kept(names, dict.fromkeys(names, size)) for size in (4096, 64)}
+    with ThreadPoolExecutor(2) as pool:
+        found = [*pool.map(lambda one: one.at(0, 7), kept.values())]
+    sizes = {(each := ref()).data_ptr(): each.numel() for ref in made if ref() is not None}
+    assert all(sizes.get(at, 0) >= size for own, size in zip(found, kept, strict=True) for at in own)
 
 
 def test_a_plan_is_made_by_one_launch_each_time(card):

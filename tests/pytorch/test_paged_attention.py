@@ -250,7 +250,7 @@ def test_an_output_that_is_given_is_filled(launches, scheduled):
     (q, k, v), options = call()
     if scheduled:
         runs = torch.zeros(64, dtype=torch.uint8)
-        options["scheduler_metadata"] = paged.ScheduleMetadata(runs, "WARPS=4 SCHEDULE=1")
+        options["scheduler_metadata"] = paged.ScheduleMetadata(runs, "WARPS=4 SCHEDULE=1", (0, 3, 1, 4, 2, -1))
     for _ in range(2):
         out = torch.empty(q.shape, dtype=q.dtype)
         assert paged.flash_attn_with_kvcache(q, k, v, out=out, **options) is out
@@ -261,6 +261,32 @@ def test_an_output_that_is_given_is_filled(launches, scheduled):
     wide = torch.empty(*q.shape[:3], 2 * q.shape[3], dtype=q.dtype)[..., : q.shape[3]]  # the kernel cannot fill it
     assert paged.flash_attn_with_kvcache(q, k, v, out=wide, **options) is wide
     assert launches.issued[-1][0][3] != wide.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [(0, "device 9"), (1, "requests 9"), (2, "queries 9"), (3, "heads 9"), (4, "key heads 9"), (5, "left 9")],
+)
+def test_a_schedule_of_other_calls_is_refused_also_where_the_call_is_known(launches, at, said):
+    """Its blocks would write to requests that the output has not."""
+    (q, k, v), options = call()
+    runs, of = torch.zeros(64, dtype=torch.uint8), [0, 3, 1, 4, 2, -1]
+    own = paged.ScheduleMetadata(runs, "WARPS=4 SCHEDULE=1", tuple(of))
+    paged.flash_attn_with_kvcache(q, k, v, scheduler_metadata=own, **options)
+    launches.issued.clear()
+    other = own._replace(of=(*of[:at], 9, *of[at + 1 :]))
+    with pytest.raises(ValueError, match=f"made for .*{said}, and the call has {of[at]}: make"):
+        paged.flash_attn_with_kvcache(q, k, v, scheduler_metadata=other, **options)
+    assert not launches.issued
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_schedule_of_another_package_is_refused(launches, known):
+    (q, k, v), options = call()
+    if known:
+        paged.flash_attn_with_kvcache(q, k, v, **options)
+    with pytest.raises(TypeError, match="get_scheduler_metadata of attnsweep returned, not Tensor"):
+        paged.flash_attn_with_kvcache(q, k, v, scheduler_metadata=torch.zeros(4).int(), **options)
 
 
 @pytest.mark.parametrize(("tokens", "most"), [((0, 3, 4, 6), 3), ((0, 2, 4, 6), 2)])

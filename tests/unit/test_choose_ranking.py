@@ -443,3 +443,19 @@ def test_the_speed_of_light_is_that_of_the_clock_in_the_rounds(clock, bounds_tak
     if status != "ok":
         assert f"faster than light: 114 % of the speed of light (matrix, {mhz} MHz)" in found["detail"]
         assert found["winner"] is False
+
+
+def test_a_plain_read_may_take_less_time_than_to_compute():
+    """Of many queries on few keys, which is no fault: it computes nothing. Memory binds it."""
+    p = Problem.parse("(64,32/1,64x4096,128) bf16 causal paged(16)")
+    least = bounds(p, ARCHS[H200.arch], H200)
+    assert least["matrix"] > 2 * least["memory"]
+
+    def read(us):
+        facts = {"provider": "plain_read", "conditions": {"sm_mhz": round(H200.clock_hz / 1e6)}}
+        (found,) = rank([trial("a1", timed([us] * 6), **facts).with_(problem=p)], H200).to_dict("records")
+        return found
+
+    found = read(1.25 * least["memory"])
+    assert (found["status"], found["light_by"], found["light"]) == ("ok", "memory", pytest.approx(0.8))
+    assert read(0.5 * least["memory"])["status"] == "damaged"

@@ -98,6 +98,13 @@ def test_what_gp_would_ask_for_next_is_known_while_it_waits_and_changes_nothing(
     assert model.choose(7) == [model.configs.index(config) for config in expected]
 
 
+@pytest.mark.parametrize("candidates", [LEAST, LEAST + 3])
+def test_gp_does_not_expect_to_ask_for_more_than_it_may(candidates):
+    at_work = Search("gp", space_of(FEW + 20), candidates=candidates)
+    batch = list(iter(at_work.ask, None))
+    assert len(batch) + len(at_work.likely) == candidates
+
+
 def test_the_spec_offers_the_strategies_there_are():
     assert set(get_args(SearchSpec.model_fields["strategy"].annotation)) == set(STRATEGIES)
 

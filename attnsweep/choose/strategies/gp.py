@@ -92,7 +92,8 @@ def gp(
             for number in batch:
                 told += yield model.configs[number]
             if len(told) < len(batch):
-                told += yield model.likely(BATCH - len(batch))
+                room = min(BATCH, count - len(tried)) - len(batch)
+                told += yield model.likely(room)
             while len(told) < len(batch):  # the sweep asks ahead, so wait for its answers
                 told += yield None
             model.learn(batch, told)
