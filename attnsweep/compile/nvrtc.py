@@ -165,8 +165,9 @@ def source_closure(source: Path, more: Sequence[Path] = ()) -> dict[str, bytes]:
     return found
 
 
-NOW, SOON, LATER = range(3)
-"""Turns of what is compiled: asked for, likely to be asked for next, and of problems to come."""
+NOW, SOON, LATER, PERHAPS = range(4)
+"""Turns of what is compiled: asked for, likely to be asked for next; and the same of problems to
+come."""
 
 
 class _Waiting(NamedTuple):
@@ -252,7 +253,7 @@ class Compiler:
         key = self.key(source, defines)
         with self._lock:
             future = self._futures.setdefault(key, Future())
-            before = self._turns.get(key, LATER + 1)
+            before = self._turns.get(key, PERHAPS + 1)
             if turn < before and not (future.running() or future.done()):
                 self._pool.submit(self._next)  # first: it raises once the pool is closed
                 self._turns[key] = turn

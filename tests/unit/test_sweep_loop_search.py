@@ -69,6 +69,7 @@ def test_threads_with_nothing_to_do_compile_what_is_likely_to_come(go, monkeypat
     monkeypatch.setattr(FakeCompiler, "threads", threads)
     go(MANY)
     first = [threads for turn, threads in asked if turn == NOW][:2]
+    assert {turn for turn, _ in asked} <= {NOW, SOON}, "of one problem"
     soon = [threads for turn, threads in asked if turn == SOON]
     assert len(soon) >= ahead
     assert not {*soon[:ahead]} & {*first}
