@@ -181,16 +181,14 @@ def training_models(path: Path = ROOT / CARD / "training_models.json") -> str:
     """Training steps of whole models by PyTorch and with the package, and how losses went apart."""
     found = json.loads(path.read_text(encoding="utf-8"))
     lines = [
-        "| model | tokens | eager, ms | × | compiled, ms | × | thousand tokens/s, compiled |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| model | tokens | eager, ms | × | compiled, ms | × |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
     for row in found["rows"]:
         cells = [NAMES[row["model"]], f"{row['batch']} x {row['tokens']}"]
         for mode in STEPS:
             step = row[mode]
             cells += [f"{step['before_ms']:.1f} → {step['after_ms']:.1f}", f"{step['gain']:.3f}"]
-        before, after = (row["compiled"][f"{when}_tokens_per_s"] for when in ("before", "after"))
-        cells.append(f"{before / 1e3:.1f} → {after / 1e3:.1f}")
         lines.append(f"| {' | '.join(cells)} |")
     errors = [
         f"{NAMES[row['model']]} {_percent(error['package'])} (PyTorch {_percent(error['sdpa'])})"
