@@ -98,7 +98,7 @@ def restore_flags(torch: Any, before: Mapping[str, Any]) -> list[str]:
 
 
 def breach(torch: Any, made: Any, shape: Sequence[int], like: Any, inputs: Sequence[Any]) -> str:
-    """What is wrong with an output of a callable beside its values; empty if nothing is.
+    """Say what is wrong with a callable's output apart from its values; empty if nothing is.
 
     shape: the output's. like: a tensor of its dtype and device. inputs: those of the call.
     """
@@ -117,7 +117,7 @@ def breach(torch: Any, made: Any, shape: Sequence[int], like: Any, inputs: Seque
 
 
 def memory_of(tensor: Any) -> object:
-    """Where a tensor's memory begins; of anything else, itself."""
+    """The address of a tensor's memory; anything else as it is."""
     with suppress(Exception):  # a layout without storage, or no tensor
         return int(tensor.untyped_storage().data_ptr())
     return id(tensor)

@@ -181,7 +181,7 @@ class Build:
         )
 
     def on_any_length(self) -> Candidate:
-        """The same, checked on all small cases: those of a template are of any length anyway."""
+        """The candidate, to be checked on small cases of any length, as a template always is."""
         return self.candidate()
 
     def candidate(self) -> Candidate:
@@ -237,7 +237,7 @@ class Build:
         return replace(launches, stages=stages, workspaces={}, turned=False)
 
     def machine_code(self) -> tuple[object, ...]:
-        """Equal for two candidates that run the same code in the same way."""
+        """A key that two candidates share if their machine code and launches are the same."""
         cubins = self.cubins()
         code = tuple(
             (
