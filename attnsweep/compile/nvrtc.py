@@ -114,15 +114,15 @@ def check_toolchain(arch: Arch) -> None:
 
 
 def include_dirs(source: Path) -> tuple[Path, ...]:
-    """Where NVRTC looks first for headers: next to the template, then in the shipped kernels/."""
+    """Folders where NVRTC looks first for headers: the template's, then the shipped kernels/."""
     return source.parent, shipped("kernels")
 
 
 @cache
 def installed_headers() -> tuple[Path, ...]:
-    """Where it looks last: CUDA's headers, CCCL's and CUTLASS's, of packages and of the toolkit.
+    """Folders where NVRTC looks last: CUDA, CCCL and CUTLASS, from packages or the toolkit.
 
-    Then those of the standard library that are ours, since NVRTC has none: see std/README.md.
+    Then our own standard library, since NVRTC has none: see std/README.md.
     """
     major = nvrtc_version()[0]
     wheels = [f"nvidia/cu{major}/include", f"nvidia/cu{major}/include/cccl"]

@@ -84,7 +84,7 @@ class Candidates:
         return tuple(space for space, _ in self._searches)
 
     def only(self, chosen: Sequence[tuple[str, Config]]) -> None:
-        """Ask for these configs of the families alone, and begin with them; time is up for none."""
+        """Replace the search by these configs, without a time limit, and ask for the first."""
 
         def listed(space: Space, candidates: int | None, seed: int) -> Proposals:
             for family, config in chosen:

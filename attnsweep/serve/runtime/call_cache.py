@@ -108,11 +108,11 @@ class MetCalls:
         return None
 
     def of(self, call: Call) -> ServingPlan | None:
-        """`find` of any call."""
+        """The plan that `find` has for a call."""
         return self.find(call.query, call.key, call.value, *_told(call))
 
     def add(self, plan: ServingPlan, call: Call) -> None:
-        """Have `find` find such a call, which was planned: from the second time on.
+        """Remember the plan of a call for `find`, from the second such call on.
 
         Where too many kinds of the same sizes take turns, the calls between two tries grow.
         """
@@ -153,7 +153,7 @@ class ShortSteps:
 
     @staticmethod
     def number(code: Any, at: int) -> int:
-        """The number of a place: one number is looked up sooner than two."""
+        """A place in a program as one number, which a dict finds sooner than a pair."""
         return (id(code) << 24) + at
 
     def find(

@@ -39,7 +39,7 @@ __version__ = _operator.table.attnsweep
 
 
 def serve_by(operator: Operator) -> None:
-    """Have another operator serve the calls: one of another driver, or for other devices."""
+    """Replace the operator that serves the calls, by one of another driver or for other devices."""
     global _operator, _varlen, _fp8, _counts, _shorts, _settled, _compiled
     _operator, _varlen, _fp8 = operator, VarlenOperator(operator), Fp8Operator(operator)
     _counts, _shorts, _settled = operator.counts, operator.shorts, operator.short_steps.settled
@@ -208,7 +208,7 @@ def explain_varlen(
     sinks: Any = None,
     dropout_p: float = 0.0,
 ) -> Explanation:
-    """The same of `attention_varlen`; args: its tensors."""
+    """Which kernel a call of `attention_varlen` gets, and why; args: its tensors."""
     options: Any = {"causal": causal, "window": window, "scale": scale, "softcap": softcap}
     return _varlen.explain(*args, **options, sinks=sinks, dropout_p=dropout_p)
 

@@ -381,7 +381,7 @@ class Layout:
         self._strides: tuple[int, ...] | None = None
 
     def watch(self, out: torch.Tensor) -> None:
-        """Have the gradient of an output, when there is one, in this layout."""
+        """Copy the gradient of an output, when one comes, into this layout."""
         out.register_hook(self.copied)
 
     def copied(self, grad: torch.Tensor) -> torch.Tensor | None:
