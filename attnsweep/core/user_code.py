@@ -119,7 +119,8 @@ def user_modules() -> dict[str, str]:
         path = Path(file)
         if {"site-packages", "dist-packages"} & {*path.parts}:
             continue  # of another environment, which this one sees
-        if not any(str(path.relative_to(place)) in _installed_in(place) for place in path.parents):
+        within = ((path.relative_to(place).as_posix(), place) for place in path.parents)
+        if not any(part in _installed_in(place) for part, place in within):
             found[name] = file
     return found
 
@@ -132,7 +133,8 @@ def _installed_in(folder: Path) -> frozenset[str]:
     """
     found = set()
     for record in folder.glob("*.dist-info/RECORD"):
-        with suppress(OSError), open(record, encoding="utf-8", newline="") as file:
+        how: Any = {"encoding": "utf-8", "errors": "surrogateescape", "newline": ""}
+        with suppress(OSError, csv.Error), open(record, **how) as file:
             found |= {row[0] for row in csv.reader(file) if row}
     return frozenset(found)
 

@@ -31,7 +31,13 @@ from attnsweep.serve.paged_call import (
     check_values,
     understood,
 )
-from attnsweep.serve.paged_launch import arch_of, current_device, name_of, raw_stream
+from attnsweep.serve.paged_launch import (
+    arch_of,
+    current_device,
+    is_capturing,
+    name_of,
+    raw_stream,
+)
 from attnsweep.serve.paged_others import by_others
 from attnsweep.serve.paged_plans import (
     DECODE,
@@ -262,6 +268,8 @@ def remember(
     if not (served and as_given and both and (out is None or out.is_contiguous())):
         return
     own, index = call.table if table is None else None, call.q.device.index or 0
+    if own is not None and call.q.is_cuda and is_capturing():
+        return  # the table has no values before the graph is replayed
     sums = call.of_lse if call.lse else None
     known = Known(plan, index, own, sums, _maker(given[0]))
     known_calls.add(*_kind(numbers, given, metadata, begins), known)

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from attnsweep.serve.paged_launch import is_capturing
+
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 FP8 = torch.float8_e4m3fn
 STORED = {FP8: "e4m3"}
@@ -240,15 +242,16 @@ def _table_of(batch: int, blocks: int, device: torch.device) -> torch.Tensor:
 def _rows(cache: torch.Tensor) -> torch.Tensor:
     """The table of a dense cache."""
     batch, blocks = cache.shape[0], _in_pages(cache).shape[0] // cache.shape[0]
-    if torch.compiler.is_compiling():
-        made = torch.arange(batch * blocks, dtype=torch.int32, device=cache.device)
-        return made.view(batch, blocks)
-    return _table_of(batch, blocks, cache.device)
+    # What is made in the capture of a graph has values when that is replayed, and not before.
+    once = torch.compiler.is_compiling() or (cache.is_cuda and is_capturing())
+    return (_table_of.__wrapped__ if once else _table_of)(batch, blocks, cache.device)
 
 
 def check_output(call: Arguments, out: Any) -> None:
-    """Raise ValueError for an output that is given and has not the shape of the call's."""
+    """Raise TypeError or ValueError for an output that is given and is not as the call's."""
     own = (call.of_out, call.q.dtype, call.q.device)
+    if not isinstance(out, torch.Tensor | None):
+        raise TypeError(f"out is {type(out).__name__}, not a tensor")
     if out is not None and (tuple(out.shape), out.dtype, out.device) != own:
         what = f"{tuple(out.shape)}, {out.dtype} on {out.device}"
         raise ValueError(f"out is {what}, and the output {own[0]}, {own[1]} on {own[2]}")

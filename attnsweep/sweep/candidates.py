@@ -69,7 +69,7 @@ class Candidates:
             for space, search in self._searches:
                 configs = itertools.islice(iter(search.ask, None), ahead)
                 self.builds += builds_of(space, configs, self.compiler, self.limit)
-        room = max(0, self.compiler.threads - len(self.builds))
+        room = max(0, self.compiler.threads - len(self.builds)) if self.builds else 0
         likely = [(space, config) for space, search in self._searches for config in search.likely]
         self._likely = [
             build

@@ -1,5 +1,7 @@
 """`flash_attn_with_kvcache`: what calls mean, what is refused, and the answer without a kernel."""
 
+from unittest.mock import ANY
+
 import numpy as np
 import pytest
 
@@ -130,6 +132,7 @@ WRONG = [
     (changed("softcap", lambda _: -1.0), ValueError, "softcap"),
     (changed("k_descale", lambda _: torch.ones(3, 2)), ValueError, "of an FP8 cache"),
     (changed("sinks", lambda _: torch.ones(3)), ValueError, "sinks"),
+    (changed("out", lambda _: [1]), TypeError, "out is list, not a tensor"),
     (changed("out", lambda _: torch.ones(3)), ValueError, r"out is \(3,\), torch.float32 on cpu, and the output"),
     (changed("k", lambda _: torch.ones(3)), TypeError, "give both"),
     (changed("rotary_cos", lambda _: torch.ones(3)), NotImplementedError, "rotate q and k before"),
@@ -287,6 +290,26 @@ def test_a_schedule_of_another_package_is_refused(launches, known):
         paged.flash_attn_with_kvcache(q, k, v, **options)
     with pytest.raises(TypeError, match="get_scheduler_metadata of attnsweep returned, not Tensor"):
         paged.flash_attn_with_kvcache(q, k, v, scheduler_metadata=torch.zeros(4).int(), **options)
+
+
+def test_a_table_that_is_made_in_a_capture_serves_no_other_call(launches, monkeypatch):
+    """It has no values before the graph is replayed."""
+    calls = pytest.importorskip("attnsweep.serve.paged_call")
+    calls._table_of.cache_clear()
+    capturing = [True]
+    for module in (paged, calls):
+        monkeypatch.setattr(module, "is_capturing", lambda: capturing[0])
+    monkeypatch.setattr(paged, "current_device", lambda: ANY)  # that of these CPU tensors
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    q, k, v = torch.zeros(2, 1, 4, 16).half(), *torch.zeros(2, 2, 32, 2, 16).half()
+    lengths, tables = torch.full((2,), 32).int(), []
+    for capturing[0] in (True, False, False, True):
+        launches.planned.clear()
+        paged.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)
+        tables += [each.table for each in launches.planned[:1]]
+    in_capture, eager = tables  # which the two last calls have too
+    assert in_capture.data_ptr() != eager.data_ptr()
+    assert [addresses[4] for addresses, _ in launches.issued[1:]] == [eager.data_ptr()] * 3
 
 
 @pytest.mark.parametrize(("tokens", "most"), [((0, 3, 4, 6), 3), ((0, 2, 4, 6), 2)])

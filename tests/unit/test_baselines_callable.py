@@ -82,6 +82,16 @@ def test_a_changed_file_has_another_digest_and_a_missing_one_none(mine):
     assert source_digest("no_such_module:f") is None
 
 
+@pytest.mark.parametrize("record", [b"caf\xe9.py,,\n", b'"' + b"a" * 200_000 + b'.py",,\n'], ids=["bytes", "long"])
+def test_a_list_of_installed_files_that_cannot_be_read_ends_nothing(tmp_path, monkeypatch, record):
+    (tmp_path / "odd-1.0.dist-info").mkdir()
+    (tmp_path / "odd-1.0.dist-info/RECORD").write_bytes(record)
+    module = ModuleType("beside_odd")
+    module.__file__ = str(tmp_path / "beside_odd.py")
+    monkeypatch.setitem(sys.modules, "beside_odd", module)
+    assert user_modules()["beside_odd"] == module.__file__
+
+
 def test_all_that_is_imported_and_not_installed_is_the_users(tmp_path, monkeypatch):
     for folder in ("beside", "installed/filled", "installed/filled-1.0.dist-info"):
         (tmp_path / folder).mkdir(parents=True)

@@ -55,10 +55,9 @@ search: {{strategy: gp, candidates: 6, seed: 4}}
 """
 
 
-@pytest.mark.usefixtures("model")
-@pytest.mark.parametrize(("threads", "ahead"), [(2, 0), (9, 2), (64, 3)])
-def test_threads_with_nothing_to_do_compile_what_is_likely_to_come(go, monkeypatch, stops, threads, ahead):
-    stops(LEAST=2, BATCH=5, FEW=2, PATIENCE=1)
+@pytest.fixture
+def submitted(monkeypatch):
+    """(turn, THREADS) of each candidate whose stages are asked for."""
     asked, submit = [], Build.submit
 
     def noted(self, turn=NOW):
@@ -66,11 +65,27 @@ def test_threads_with_nothing_to_do_compile_what_is_likely_to_come(go, monkeypat
         submit(self, turn)
 
     monkeypatch.setattr(Build, "submit", noted)
+    return asked
+
+
+@pytest.mark.usefixtures("model")
+def test_nothing_is_likely_to_come_when_time_is_up(go, submitted, clock, monkeypatch, stops):
+    stops(LEAST=2, BATCH=5, FEW=2, PATIENCE=1)
+    clock.trial_s = 0.7
+    monkeypatch.setattr(FakeCompiler, "threads", 4)
+    go(MANY.replace("seed: 4", "seed: 4, budget_s: 1"))
+    assert len({threads for turn, threads in submitted if turn == SOON}) == 2  # of the first batch of two
+
+
+@pytest.mark.usefixtures("model")
+@pytest.mark.parametrize(("threads", "ahead"), [(2, 0), (9, 2), (64, 3)])
+def test_threads_with_nothing_to_do_compile_what_is_likely_to_come(go, submitted, monkeypatch, stops, threads, ahead):
+    stops(LEAST=2, BATCH=5, FEW=2, PATIENCE=1)
     monkeypatch.setattr(FakeCompiler, "threads", threads)
     go(MANY)
-    first = [threads for turn, threads in asked if turn == NOW][:2]
-    assert {turn for turn, _ in asked} <= {NOW, SOON}, "of one problem"
-    soon = [threads for turn, threads in asked if turn == SOON]
+    assert {turn for turn, _ in submitted} <= {NOW, SOON}, "of one problem"
+    first = [threads for turn, threads in submitted if turn == NOW][:2]
+    soon = [threads for turn, threads in submitted if turn == SOON]
     assert len(soon) >= ahead
     assert not {*soon[:ahead]} & {*first}
     assert bool(soon) == bool(ahead)
