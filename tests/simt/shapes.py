@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from attnsweep.core.cases import Case
+from attnsweep.core.layouts import Paged
 from attnsweep.core.problem import Problem
 from attnsweep.family.family import Config
 
@@ -81,4 +82,7 @@ def _as(compiled: Problem, batch: int, heads: int, heads_kv: int, seqlen_q: int,
         "seqlen_q": seqlen_q,
         "seqlen_k": max(seqlen_k, seqlen_q) if compiled.causal else seqlen_k,
     }
-    return replace(compiled, **numbers)
+    layout = compiled.layout
+    if isinstance(layout, Paged) and layout.lengths:  # of as many items as the problem has
+        layout = replace(layout, lengths=())
+    return replace(compiled, layout=layout, **numbers)
