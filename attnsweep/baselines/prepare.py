@@ -115,7 +115,7 @@ class BoundBaseline:
         return out if isinstance(out, tuple) else (out,)
 
     def out_of_step(self, calls: int) -> None:
-        """Make a random number of calls, fewer than a replay has."""
+        """Make a random number of calls: no callable can count to those that a replay times."""
         if not self._held:
             return
         if self._alone is None and self.issued is None:

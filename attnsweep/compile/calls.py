@@ -188,7 +188,7 @@ class CalledBuild(Build):
         return cls(kernel, config, problem, *made)
 
     def submit(self, turn: int = NOW) -> None:
-        """Start to trace and compile the call once, if it is sure to be asked for."""
+        """Start to trace and compile the call; nothing if that has begun, or may be in vain."""
         if turn in (SOON, PERHAPS) or "call" in self.futures:
             return
         traced: Future[Any] = self._tracer.submit(self.problem, self.config)

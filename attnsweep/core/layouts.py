@@ -61,7 +61,7 @@ class _Layout:
         return (p.batch, p.heads_kv, p.seqlen_k, columns)
 
     def slots(self, batch: int, seqlen_k: int) -> int:
-        """Rows of k of a head, in the whole batch."""
+        """How many rows of k a head has in the whole batch."""
         return batch * seqlen_k
 
 
@@ -121,7 +121,7 @@ class Dense(_OfItems):
         return {}
 
     def values(self, batch: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:  # noqa: ARG002
-        """The values of these inputs."""
+        """The numbers that these inputs hold."""
         return {}
 
     def pairs(self, interval: Interval, batch: int, seqlen_q: int, seqlen_k: int) -> int:
@@ -181,7 +181,7 @@ class Padded(_OfItems):
         return {"key_range": (batch, 2)}
 
     def values(self, batch: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:  # noqa: ARG002
-        """The values of `key_range`."""
+        """What the input `key_range` holds: each item's first key, and the one after its last."""
         return {"key_range": self.ranges(batch, seqlen_k)}
 
     def faults(self, p: Problem) -> Iterator[Fault]:
@@ -244,7 +244,7 @@ class Packed(_Layout):
         return dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), (self.sequences + 1,))
 
     def values(self, batch: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:  # noqa: ARG002
-        """The values of `cu_seqlens_q` and `cu_seqlens_k`."""
+        """What the inputs `cu_seqlens_q` and `cu_seqlens_k` hold: where sequences begin."""
         return {"cu_seqlens_q": self.begins(seqlen_q), "cu_seqlens_k": self.begins(seqlen_k)}
 
     def of_sequences(self, seqlen_q: int, seqlen_k: int) -> tuple[tuple[Range, Range], ...]:
@@ -330,7 +330,7 @@ class Gathered(_OfItems):
         return {"key_range": (batch, 2)}
 
     def values(self, batch: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:  # noqa: ARG002
-        """The values of `key_range`."""
+        """What the input `key_range` holds: each item's first key, and the one after its last."""
         return {"key_range": self.ranges(batch, seqlen_k)}
 
 
@@ -452,14 +452,14 @@ class Paged(_OfItems):
         return {"seqused_k": (batch,), "block_table": (batch, self.blocks(seqlen_k))}
 
     def values(self, batch: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:  # noqa: ARG002
-        """The values of these inputs."""
+        """The numbers that these inputs hold."""
         return {
             "seqused_k": self.of_items(batch, seqlen_k),
             "block_table": _tables(self, batch, seqlen_k),
         }
 
     def slots(self, batch: int, seqlen_k: int) -> int:
-        """Rows of k of a head in the whole cache; of shared pages, once for each item."""
+        """How many rows of k a head has in the cache; rows of shared pages count for each item."""
         most = self.shared * self.page_size
         shared = sorted(min(most, n) for n in self.of_items(batch, seqlen_k))
         return self.pages(batch, seqlen_k) * self.page_size + sum(shared[:-1])

@@ -102,7 +102,7 @@ def is_used(config: Config, problem: Problem) -> bool:
 
 
 def is_served(kernel: Family, config: Config, problem: Problem) -> bool:
-    """Whether the family serves every chunk that the config asks for."""
+    """Whether the family can run each chunk of heads or rows into which the config cuts a call."""
     own = kernel.supports or kernel.turned
     pieces = schedule_of(kernel, config, problem).pieces if own else ()
     if kernel.turned and len(pieces) > 1:  # some heads of all rows are no tensor in this order

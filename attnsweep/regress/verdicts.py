@@ -93,7 +93,7 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """The finding in a line, as it is printed when it is there."""
+        """The finding as one line of text: problem, verdict, ratio, and why."""
         ratio = "" if self.ratio is None else f", {self.ratio:.3f} times the old time"
         return f"{self.label}: {self.verdict.value}{ratio}{f': {self.why}' if self.why else ''}"
 

@@ -258,7 +258,7 @@ def check_output(call: Arguments, out: Any) -> None:
 
 
 def check_values(call: Arguments) -> None:
-    """Raise ValueError for what lies on the device and cannot be. Waits for it."""
+    """Raise ValueError for impossible lengths, tables and scales on the device; waits for it."""
     capacity = call.table.shape[1] * call.k.shape[1]
     lengths, table = call.lengths.cpu(), call.table.cpu()
     if bool((lengths < 0).any()) or bool((lengths > capacity).any()):

@@ -193,7 +193,7 @@ def lines_of(found: Sorted, recorded: Recorded) -> list[str]:
 
 
 def write(path: Path, recorded: Recorded, target: Target, top: int = TOP) -> Sorted:
-    """Write the spec of what was recorded, if it has a problem; returns what was found.
+    """Write a spec of the recorded calls that can be swept, if there are any; return all by kind.
 
     Raises StoreError if the file cannot be written.
     """

@@ -33,7 +33,7 @@ def queue_of(name: str) -> str:
 
 
 def topic_of(name: str) -> str:
-    """The topic of lines from a child."""
+    """The topic of Dask on which a child publishes its lines."""
     return f"attnsweep-{name}-from"
 
 

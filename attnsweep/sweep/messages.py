@@ -150,7 +150,7 @@ def _message(line: bytes) -> Message:
 
 
 class CardFault(Exception):
-    """The card may be at fault, so that another one should have the problem."""
+    """The card may be at fault, so that its problem should go to another one."""
 
 
 class Pipe:

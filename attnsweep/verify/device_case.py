@@ -530,7 +530,7 @@ def _upload(tensor: Tensor, to: Buffer) -> None:
 
 
 class Small:
-    """Small cases whose outputs are renewed, compared and looked at together.
+    """The small cases of a trial, for all of which few launches prepare and judge outputs.
 
     A trial has eleven of them. Each apart takes 12 launches, and the host needs longer to
     issue one than the device to run it.

@@ -181,7 +181,7 @@ def same_maths(case: Case, rounds_scores: int) -> Measures:
 
 
 def each_draw(case: Case, rounds_scores: int) -> Iterator[Measures]:
-    """Measures of `same_maths` after each draw of inputs: none falls, and the last are its own."""
+    """What `same_maths` finds after each draw of inputs: running maxima, the last its result."""
     in_all = max(1, case.problem.heads * case.problem.rows_with_keys)
     windows = is_long(case.problem)
     case = _few_heads(case)  # 7.5 s less at (4,16,4096,128)

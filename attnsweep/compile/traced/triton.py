@@ -241,7 +241,7 @@ class Recorder:
         return _like(every, asked)
 
     def check(self) -> None:
-        """Raises AskedTooMuch if a call has ended, and no autotuner has taken a value."""
+        """After a call, raise AskedTooMuch if no autotuner in it took a config's parameter."""
         if left := [name for name in self._tuned or () if name not in self._taken]:
             raise AskedTooMuch(f"neither the function nor its autotuner has {', '.join(left)}")
 

@@ -52,7 +52,7 @@ class Launcher:
         self.masks.forget()
 
     def bound(self, plan: Any) -> BoundLaunches | None:
-        """The launches of a plan, loaded now or before; None if it has none any more.
+        """The launches of a plan, loaded now or before; None if the plan was given up meanwhile.
 
         Raises DriverError or PackageError.
         """
