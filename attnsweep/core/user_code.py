@@ -96,7 +96,8 @@ def _of_file(path: Path) -> ModuleType:
     """The module of a file, which finds other files of its directory."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or not path.is_file():
-        raise FileNotFoundError(f"{path} is not there")
+        where = "" if path.is_absolute() else f" in {os.getcwd()}, where calls are looked for"
+        raise FileNotFoundError(f"{path} is not there{where}")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.resolve().parent))  # it may import them when it is called, too
     sys.modules[path.stem] = module  # where decorators of kernels look for their source
