@@ -114,28 +114,26 @@ def cli() -> str:
     # Its list of commands is cut off, and each has a heading.
     text = re.sub(r"\*\*Commands\*\*:\n\n(?:\* .*\n)+\n", "", text)
     text = re.sub(r"\* `--help`: .*\n", "", text)
+    text = re.sub(r" <(?:str|path)>`", "`", text)
     text = re.sub(r"\*\*Usage\*\*:\n\n```console\n.*\n```\n\n", "", text)  # arguments are listed
     text = text.replace("**Options**:\n\n\n", "").replace(" range>", ">")
     text = re.sub(r"Examples:\n(?:\nattnsweep .*\n)+", "", text)
     archs = f"ne of {', '.join(ARCHS)}"
     text = text.replace(f"o{archs}", "an architecture").replace(f"O{archs}", "An architecture")
-    # What several commands take is said once, before them.
+    # What several commands take is said once, before them; --help says which take it.
     counts = Counter(re.findall(r"^\* `-.*\n", text, re.MULTILINE))
-    shared = {line: line.split("`")[1].split(" ")[0] for line in counts if counts[line] > 1}
-
-    def own(found: re.Match[str]) -> str:
-        lines = found[0].splitlines(keepends=True)
-        also = ", ".join(f"`{shared[line]}`" for line in lines if line in shared)
-        return "".join(line for line in lines if line not in shared) + (
-            also and f"* Also {also}.\n"
-        )
-
-    text = re.sub(r"(?:^\* `-.*\n)+", own, text, flags=re.MULTILINE)
+    shared = [line for line in counts if counts[line] > 1]
+    for line in shared:
+        text = text.replace(line, "")
+    text = text.replace("**Options**:\n\n\n", "")
     first, rest = text.split("\n## ", 1)
     # A command's page has what its summary leaves out, and so does its --help.
     rest = re.sub(r"(`\n\n.+\n)(?:\n(?!\*\*|#).+\n)+", r"\1", rest)
     listed = f"**Of several commands**:\n\n{''.join(shared)}"
-    about = f"The `--help` of a command says more, with examples. An architecture is o{archs}.\n"
+    about = (
+        "The `--help` of a command says more: examples, and which of the shared options it takes. "
+        f"An architecture is o{archs}.\n"
+    )
     return re.sub(r"\n{3,}", "\n\n", f"{NOTE}{first}\n{about}\n{listed}\n## {rest}")
 
 

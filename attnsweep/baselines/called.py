@@ -55,7 +55,10 @@ class Callables:
         return self._loaded[call]
 
     def built(self, plan: CallPlan) -> Callable[..., Any]:
-        """What a factory returns for a problem and a config, once. Raises Unavailable."""
+        """The function that a factory builds for a problem and a config, built once.
+
+        Raises Unavailable.
+        """
         key = plan.call, plan.problem, *plan.config.items()
         if key not in self._built:
             _, factory = self.loaded(Asked.of(plan.call).call)
@@ -63,7 +66,7 @@ class Callables:
         return self._built[key]
 
     def prepare(self, name: str, problem: Problem) -> None:
-        """See prepare_for: once a problem."""
+        """Call a callable's `prepare` for a problem, once."""
         if (name, problem) not in self._prepared:
             prepare_for(name, *self.loaded(Asked.of(name).call), problem)
             self._prepared.add((name, problem))

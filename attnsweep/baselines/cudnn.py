@@ -267,7 +267,7 @@ class _Graph:
 
 
 def frontend(torch: Any) -> Any:
-    """The module cudnn. Raises Unavailable."""
+    """Import cuDNN's Python frontend. Raises Unavailable."""
     try:
         cudnn = importlib.import_module("cudnn")
     except ImportError as error:
@@ -279,7 +279,7 @@ def frontend(torch: Any) -> Any:
 
 
 def gradients(*, deterministic: bool = False) -> Builder:
-    """cuDNN's backward; deterministic: by the algorithm that gives the same bits in each call."""
+    """Builder of calls of cuDNN's backward; deterministic: with the same bits in each call."""
     return partial(forward, build=partial(build_backward, deterministic=deterministic))
 
 

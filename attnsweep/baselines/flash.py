@@ -61,10 +61,10 @@ def attention_of(module: str) -> Callable[[], Any]:
 
 
 def loaded(module: str) -> Any:
-    """A baseline's package. FlashAttention-3 then calls its forward as the function that it is.
+    """Import a baseline's package, and spare FlashAttention-3 its operator.
 
-    It declares that as an operator, whose first call imports torch._dynamo and with it 890 modules:
-    5 to 8 s on H100 hosts. Either way the same kernels are launched.
+    It declares its forward as an operator, whose first call imports torch._dynamo and with it
+    890 modules: 5 to 8 s on H100 hosts. Either way the same kernels are launched.
     """
     package = importlib.import_module(module)
     if module in FLASH_3 and (plain := getattr(getattr(package, FORWARD_3, 0), "_init_fn", None)):

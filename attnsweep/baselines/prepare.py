@@ -200,7 +200,7 @@ class BoundBaseline:
         return replay, made
 
     def seals_in(self, every: Sequence[tuple[Sequence[Any], Any]]) -> None:
-        """Have `seal` copy outputs to arrays of each call in turn, which are as of `collect`."""
+        """Set the arrays, as `collect` takes them, to which `seal` copies each call's outputs."""
         self._seals = [self._tensors(*each) for each in every]
 
     def seal(self, call: int) -> bool:
@@ -242,7 +242,7 @@ class BoundBaseline:
         return self._held and any(len(kept[-1]) == 2 for kept in self._made.values())
 
     def kept(self, copy: int) -> list[tuple[int, int]]:
-        """Where the outputs o of a callable's calls on a copy are that are kept, and their bytes.
+        """Address and bytes of each output o that is kept of a callable's calls on a copy.
 
         None of them if one is no single block of memory. Raises Unavailable for what it may not
         return. Those of a graph are looked at once, as they lie where they lay.

@@ -22,7 +22,7 @@ _MOST_OF_FLASH = 256  # the largest head_dim of PyTorch's flash attention, and o
 
 
 def import_torch() -> Any:
-    """PyTorch. Raises Unavailable, with how to install it, where it is missing or has no CUDA."""
+    """Import PyTorch. Raises Unavailable, with how to install it, if it or its CUDA is missing."""
     try:
         import torch
     except ImportError as error:
@@ -76,7 +76,7 @@ def packed_inputs(*inputs: Any) -> tuple[Any, ...]:
 
 
 def packed_lengths(torch: Any, problem: Problem) -> tuple[Any, Any, int, int]:
-    """Where sequences begin among queries and keys, and the longest of both."""
+    """cu_seqlens of queries and of keys as tensors, and the longest sequence of each."""
     ends = [
         [0, *(end for _, end in ranges)] for ranges in zip(*problem.sequence_ranges, strict=True)
     ]

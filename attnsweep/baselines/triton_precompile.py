@@ -44,7 +44,7 @@ class TritonPrecompile:
         self._begun: Problem | None = None
 
     def begin(self, names: Collection[str], problem: Problem) -> None:
-        """Have a problem's configs compiled if they are needed and were not begun last.
+        """Begin to compile a problem's configs, if they are needed and were not begun last.
 
         Whatever fails here fails in `wait`'s caller again.
         """

@@ -48,7 +48,7 @@ class Landed:
 def called_entry(
     timer: Timer, candidate: Candidate, *, small: bool, cold: bool = False
 ) -> tuple[CallableEntry, Accuracy]:
-    """Prove a candidate that is a call, as one that is launched is, and make it an entry.
+    """Prove a candidate that is a Python call right, and make it an entry that can be timed.
 
     small: on its small cases too. cold: with copies for cold times. Raises WrongResult, OtherCode,
     or Failed with what it raised.

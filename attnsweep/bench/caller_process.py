@@ -53,7 +53,7 @@ class Card:
 
 
 def sealed_of(problem: Problem) -> tuple[str, ...]:
-    """What is sealed of a call: its outputs, and what it may give beside."""
+    """Names of the tensors that are sealed of a call: outputs, and any log-sum-exp."""
     return tuple(tensor.name for tensor in problem.op.written(problem))
 
 

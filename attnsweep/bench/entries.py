@@ -88,7 +88,7 @@ class Entry:
 
     @property
     def warm(self) -> Graph:
-        """Its warm graph; in a new process, which has timed nothing yet, it is made first."""
+        """The entry's graph of warm calls, made when it is first asked for."""
         if "warm" not in self._graphs:
             self.replay("warm")
         return self._graphs["warm"]
@@ -136,7 +136,7 @@ class Entry:
         return median(samples)
 
     def occupy(self) -> None:
-        """Have the card at work with a replay, if something was timed."""
+        """Enqueue a replay to keep the card busy, if something was timed."""
         for graph in [*self._graphs.values()][:1]:
             with self._timer.session.stream:
                 graph.replay()
@@ -150,7 +150,7 @@ class Entry:
 
 
 class CandidateEntry(Entry):
-    """A candidate's calls."""
+    """An entry whose calls launch a candidate's kernels."""
 
     def __init__(self, timer: Timer, call: TimedCall, proven: Proven, candidate: Candidate) -> None:
         super().__init__(timer, call, proven)
@@ -247,7 +247,7 @@ class CallableEntry(Entry):
 
 
 def baseline_entry(timer: Timer, name: str) -> tuple[Entry, Accuracy, str | None]:
-    """Prepare and check a library or a callable; also tells why no graph holds its calls, or None.
+    """Prepare and check a library or a callable: its entry, its accuracy, and why it has no graph.
 
     Raises Unavailable with the reason, or WrongResult.
     """

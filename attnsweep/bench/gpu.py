@@ -144,7 +144,7 @@ class Gpu(ABC):
         return self.call("energy", name, timeout_s=START_TIMEOUT_S)
 
     def confirm(self, name: str, longest_us: float) -> int:
-        """Check an entry again, in calls of about longest_us; returns the number compared."""
+        """Call an entry for about `longest_us`, compare each output, and return how many calls."""
         return self.call("confirm", name, longest_us)
 
     def trusted_us(self, name: str) -> float | None:

@@ -1,4 +1,4 @@
-"""What lives as long as the process that owns the GPU, and serves all of its problems."""
+"""State of the process that owns the GPU, kept from one problem to the next."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ _PLACES = ("TMPDIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_
 
 
 class JudgeError(Exception):
-    """A process of the judge failed, in code of the judge."""
+    """The judge failed in its own code, which says nothing of what it judged."""
 
 
 class Caller:
@@ -107,7 +107,10 @@ class Caller:
         self._number = 0
 
     def ask(self, do: str, **facts: Any) -> Any:
-        """Have it do something. Raises Unavailable if it cannot, or answers nonsense."""
+        """Ask the called process to do something, and return its answer.
+
+        Raises Unavailable if it cannot, or answers nonsense.
+        """
         self._number += 1
         asked, pipes = {"number": self._number, "do": do, **facts}, self.process
         with suppress(OSError):  # it has ended, which reading tells
@@ -229,7 +232,7 @@ class SharedCase:
         self._session.synchronize()
 
     def outputs(self, call: int) -> dict[str, Buffer]:
-        """What a call wrote, as far as it did."""
+        """The outputs of a call; what it did not write is NaN."""
         return {one: self.memory[f"{one} {call}"] for one in sealed_of(self._problem)}
 
     def renew_guards(self) -> None:
@@ -263,7 +266,7 @@ class Chains:
         """The outputs of a chain's calls, in memory of this process alone."""
 
     def share(self, case: DeviceCase, calls: int) -> SharedCase:
-        """Memory for calls on a case."""
+        """Memory for `calls` calls on a case, which a called process can open."""
         return SharedCase(self._session, self.transport(), case, calls)
 
     def open(self, caller: Caller) -> None:
@@ -331,7 +334,7 @@ class Chains:
 
 
 class EmptyChains:
-    """What chains take that call nothing, by their length: by events, and by the judge's clock."""
+    """Times of chains that call nothing, by length: by events, and by the judge's clock."""
 
     def __init__(self) -> None:
         self.usual_us: dict[int, tuple[float, float]] = {}
@@ -349,11 +352,11 @@ class EmptyChains:
         self._times.setdefault(calls, []).extend(times)
 
     def is_busy(self, calls: int, times: tuple[float, float]) -> bool:
-        """Whether one took so long that something else must have kept the card."""
+        """Whether an empty chain took so long that something else must have used the card."""
         return times[1] > _BUSY * self.usual_us[calls][1] + _BUSY_US
 
     def taken_off_us(self, calls: int, claim: float, slower: float) -> float:
-        """What is no time of a chain's calls, if an empty one claims so much.
+        """Microseconds to take off a chain's time: what an empty chain claims, up to a limit.
 
         slower: how many times slower the card's clock is than before any stranger ran.
         """
@@ -492,7 +495,7 @@ class StrictBench:
         entry.claims, entry.apart = [], []
 
     def replay(self, name: str, kind: str) -> float:
-        """One sample, in microseconds. kind: `warm`, as inputs are that were just written."""
+        """Microseconds of a call, by one chain. kind: only `warm`, as inputs were just written."""
         if kind != "warm":
             raise ValueError(f"a chain has no {kind} time")
         return self._chained_us(name, self._entries[name])

@@ -104,12 +104,12 @@ class Cold(Warm):
         return copies
 
     def begin(self, call: TimedCall, proven: Proven | None, *, untimed: bool = False) -> None:  # noqa: ARG002
-        """Enqueue other inputs for each copy."""
+        """Enqueue the drawing of new inputs for each copy, before a cold replay."""
         self._proof.begin_cold(self.copies, untimed=untimed)
         call.refresh()
 
     def look(self, proven: Proven) -> None:
-        """None: it would read what is to be cold."""
+        """Do nothing: a look would read inputs that must stay cold."""
 
     def end(self, proven: Proven) -> int:
         """See Warm; some copies are compared, or all if their inputs are as they were made."""

@@ -1,4 +1,4 @@
-"""The columns of one row: a trial's facts, and figures that follow from its time.
+"""Computes a table row's columns: a trial's facts, and figures that follow from its time.
 
 Time against error: the candidates that no other surpasses in both.
 """
@@ -177,7 +177,7 @@ class Row(Mapping[str, Any]):
 
     @property
     def facts(self) -> Any:
-        """Its trial, or what has the same attributes and is there sooner: see store.rows."""
+        """The row's trial, or a cheaper object with the same attributes: see store.rows."""
         return self._facts or self._context.trials()[self.number]
 
     def __iter__(self) -> Iterator[str]:

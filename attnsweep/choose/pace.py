@@ -30,7 +30,7 @@ def session(trial: Trial) -> tuple[object, ...]:
 
 
 def rounds_of(trial: Trial) -> list[float]:
-    """Its rounds; empty if it was not in any."""
+    """A trial's times, one for each round; empty if it was in none."""
     return trial.time_us.rounds if trial.time_us is not None else []
 
 

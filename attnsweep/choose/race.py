@@ -45,7 +45,7 @@ RACE_US = 300.0
 
 
 def raced_by(spec: SweepSpec) -> str:
-    """The kind of time that a race compares, never eager: launches cost the host alike."""
+    """The kind of time that a race compares: `cold` if that ranks, otherwise `warm`."""
     return "cold" if spec.measure.rank_by == "cold" else "warm"
 
 

@@ -170,7 +170,7 @@ class Rounds:
         return {}
 
     def summary(self, rounds: Sequence[Round]) -> dict[str, Any]:
-        """The conditions of a row's rounds that NVML reported.
+        """What NVML reported of the card in a row's rounds.
 
         sm_mhz, memory_mhz, power_w: medians; temperature_c, other_processes: the largest; throttle:
         every reason seen. rounds: the same values of each round. strays: rounds (counted from 0)

@@ -40,7 +40,7 @@ def exhaustive(space: Space, candidates: int | None, seed: int) -> Proposals:
 
 
 def random(space: Space, candidates: int | None, seed: int) -> Proposals:
-    """`candidates` configs without repeats; equal for equal seed, family and problem."""
+    """Draw `candidates` configs without repeats; the same for equal seed, family and problem."""
     source = _random.Random(f"{seed} {space.kernel.name} {space.problem.label}")
     count = len(space.configs) if candidates is None else min(candidates, len(space.configs))
     for config in source.sample(space.configs, count):  # noqa: UP028

@@ -109,7 +109,7 @@ def arguments_of(inputs: Mapping[str, str]) -> list[str]:
 
 
 def fail_on_of(text: str) -> set[Verdict]:
-    """`regression,wrong`. Raises SpecError."""
+    """Read the verdicts of the input fail-on: `regression,wrong`. Raises SpecError."""
     known = {verdict.value: verdict for verdict in _WORST if verdict is not Verdict.PASS}
     words = text.replace(",", " ").split()
     unknown = [word for word in words if word not in known]

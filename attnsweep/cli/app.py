@@ -292,7 +292,7 @@ def warn(*runs: Run) -> None:
 
 
 def json_texts(data: Any) -> Iterator[str]:
-    """Data as JSON. An iterator of names and values is an object, which is written as it comes.
+    """Write data as JSON, in pieces; an iterator of names and values becomes an object.
 
     So are the items of a value that is an iterator.
     """

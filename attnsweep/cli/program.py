@@ -126,7 +126,7 @@ def run_program(command: Sequence[str], *places: Path) -> int:
 
 
 def install(folder: Path, act: str = "begin(folder, False)") -> None:
-    """Have each Python that finds this folder on PYTHONPATH act so from its start.
+    """Write start-up files, by which each Python with this folder on PYTHONPATH begins with `act`.
 
     act: a call of a function of serve/recorder/start.py, which leaves its files in the folder.
     """

@@ -1,1 +1,1 @@
-"""From a config to compiled and analysed stages, and their numerical limits; needs no GPU."""
+"""Compiles and analyses a config's stages, and finds their limits of error; needs no GPU."""

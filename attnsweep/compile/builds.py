@@ -21,7 +21,7 @@ def build_of(
     workspace_limit: int | None = None,
     variant: Mapping[str, str] | None = None,
 ) -> Build:
-    """A config on a problem, of which nothing is compiled yet.
+    """Make the build of a config on a problem; nothing is compiled yet.
 
     workspace_limit: bytes above which a call is cut into chunks.
     """

@@ -16,7 +16,7 @@ from elftools.elf.elffile import ELFFile
 
 from attnsweep.compile.candidate import Build
 from attnsweep.compile.launches import CallPlan, Candidate
-from attnsweep.compile.nvrtc import NOW, SOON, Compiler, Cubin
+from attnsweep.compile.nvrtc import NOW, PERHAPS, SOON, Compiler, Cubin
 from attnsweep.compile.trace import Traced, Tracer, Tracers
 from attnsweep.core.callables import Asked
 from attnsweep.core.cases import called_cases, served_cases, small_cases
@@ -189,7 +189,7 @@ class CalledBuild(Build):
 
     def submit(self, turn: int = NOW) -> None:
         """Start to trace and compile the call once, if it is sure to be asked for."""
-        if turn == SOON or "call" in self.futures:
+        if turn in (SOON, PERHAPS) or "call" in self.futures:
             return
         traced: Future[Any] = self._tracer.submit(self.problem, self.config)
         self.futures["call"] = traced

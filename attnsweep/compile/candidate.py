@@ -233,7 +233,7 @@ class Build:
         return replace(launches, stages=stages, workspaces={}, turned=False)
 
     def machine_code(self) -> tuple[object, ...]:
-        """Equal for two candidates that run the same code in the same way."""
+        """A key that two candidates share if their machine code and launches are the same."""
         cubins = self.cubins()
         code = tuple(
             (

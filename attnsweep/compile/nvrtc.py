@@ -114,15 +114,15 @@ def check_toolchain(arch: Arch) -> None:
 
 
 def include_dirs(source: Path) -> tuple[Path, ...]:
-    """Where NVRTC looks first for headers: next to the template, then in the shipped kernels/."""
+    """Folders where NVRTC looks first for headers: the template's, then the shipped kernels/."""
     return source.parent, shipped("kernels")
 
 
 @cache
 def installed_headers() -> tuple[Path, ...]:
-    """Where it looks last: CUDA's headers, CCCL's and CUTLASS's, of packages and of the toolkit.
+    """Folders where NVRTC looks last: CUDA, CCCL and CUTLASS, from packages or the toolkit.
 
-    Then those of the standard library that are ours, since NVRTC has none: see std/README.md.
+    Then our own standard library, since NVRTC has none: see std/README.md.
     """
     major = nvrtc_version()[0]
     wheels = [f"nvidia/cu{major}/include", f"nvidia/cu{major}/include/cccl"]
@@ -165,8 +165,9 @@ def source_closure(source: Path, more: Sequence[Path] = ()) -> dict[str, bytes]:
     return found
 
 
-NOW, SOON, LATER = range(3)
-"""Turns of what is compiled: asked for, likely to be asked for next, and of problems to come."""
+NOW, SOON, LATER, PERHAPS = range(4)
+"""Turns of what is compiled: asked for, likely to be asked for next; and the same of problems to
+come."""
 
 
 class _Waiting(NamedTuple):
@@ -252,7 +253,7 @@ class Compiler:
         key = self.key(source, defines)
         with self._lock:
             future = self._futures.setdefault(key, Future())
-            before = self._turns.get(key, LATER + 1)
+            before = self._turns.get(key, PERHAPS + 1)
             if turn < before and not (future.running() or future.done()):
                 self._pool.submit(self._next)  # first: it raises once the pool is closed
                 self._turns[key] = turn

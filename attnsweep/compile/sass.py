@@ -72,7 +72,7 @@ def counts(cubin: Cubin) -> dict[str, dict[str, int]]:
 
 
 def disassemble(cubin: Path) -> dict[str, dict[str, int]]:
-    """The same counts of any cubin file; they are not kept."""
+    """Count the instructions of a cubin file, of each function, by kind."""
     command = [str(nvdisasm()), "-json", str(cubin)]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)

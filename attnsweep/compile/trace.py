@@ -363,7 +363,7 @@ class Tracers:
         self._of: dict[str, Tracer] = {}
 
     def of(self, call: str) -> Tracer:
-        """A callable's. Raises KernelError if its file cannot be imported."""
+        """The tracer of a callable. Raises KernelError if its file cannot be imported."""
         if call not in self._of:
             self._of[call] = Tracer(call, self._arch, self._cache_dir)
         return self._of[call]

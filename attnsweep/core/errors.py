@@ -110,7 +110,7 @@ class CompileError(AttnsweepError):
 
 
 class CompilerLost(CompileError):
-    """What compiled was killed, by the system too: nothing is known of the code."""
+    """The compiler's process was killed, which says nothing of the code."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what, log="")

@@ -139,7 +139,7 @@ class Dense(_OfItems):
 
 @dataclass(frozen=True, slots=True)
 class Padded(_OfItems):
-    """Items have keys of their own number, and padding on one side of them, which no query sees.
+    """Items of a batch with different numbers of keys; no query sees the padding on one side.
 
     least: percent of seqlen_k that the shortest item has. Lengths are spread evenly from it to all
     keys, and seed draws their order. A batch of one has the least. The mask's diagonal is that of
@@ -169,7 +169,7 @@ class Padded(_OfItems):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """As rows and specs have it."""
+        """The values that rows and specs have for this layout or mask."""
         return {"padding": [self.side, self.least, self.seed]}
 
     def ranges(self, batch: int, seqlen_k: int) -> tuple[Range, ...]:
@@ -232,7 +232,7 @@ class Packed(_Layout):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """As rows and specs have it."""
+        """The values that rows and specs have for this layout or mask."""
         return {"packed": [self.sequences, self.least, self.seed]}
 
     def ranges(self, batch: int, seqlen_k: int) -> tuple[Range, ...]:
@@ -303,7 +303,7 @@ class Gathered(_OfItems):
 
     @property
     def scales(self) -> tuple[str, ...]:
-        """Those of the cache."""
+        """Names of the scales of the cache that was gathered."""
         return self.of_cache
 
     @property
@@ -318,7 +318,7 @@ class Gathered(_OfItems):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Rows have none."""
+        """Raise ProblemError: no row or spec has this layout."""
         raise ProblemError("a gathered cache is no problem of a spec")
 
     def ranges(self, batch: int, seqlen_k: int) -> tuple[Range, ...]:  # noqa: ARG002
@@ -400,7 +400,7 @@ class Paged(_OfItems):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """As rows and specs have it."""
+        """The values that rows and specs have for this layout or mask."""
         size, *others = self.label.removeprefix(" paged(").removesuffix(")").split(",")
         others = [other for other in others if other != self.cache_dtype]
         own = {"cache_dtype": self.cache_dtype} if self.cache_dtype else {}

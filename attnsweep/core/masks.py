@@ -38,11 +38,11 @@ class Mask(Protocol):
 
     @property
     def of_item(self) -> bool:
-        """Whether each item of a batch has its own."""
+        """Whether each item of a batch has a mask of its own."""
 
     @property
     def of_head(self) -> bool:
-        """Whether each head has its own."""
+        """Whether each head has a mask of its own."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -50,11 +50,11 @@ class Mask(Protocol):
 
     @property
     def label(self) -> str:
-        """Its part of a problem's label."""
+        """The mask's part of a problem's label."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """As rows and specs have it."""
+        """The values that rows and specs have for this layout or mask."""
 
     def of_lengths(self, seqlen_q: int, seqlen_k: int) -> Mask:
         """The canonical mask among all that are equal at these lengths."""
@@ -82,7 +82,7 @@ class Interval:
 
     @property
     def interval(self) -> Interval:
-        """Itself."""
+        """The mask itself, as it is an interval."""
         return self
 
     @property
@@ -243,7 +243,7 @@ class Boolean:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """As rows and specs have it."""
+        """The values that rows and specs have for this layout or mask."""
         drawn = self.pattern
         own = self._own if drawn is None else [drawn.name, drawn.density, drawn.seed]
         return self.interval.facts | {"boolean": own}
@@ -320,7 +320,7 @@ def check_drawn(what: str, percent: Any, seed: Any, hint: str) -> None:
 
 
 def mixed(number: int) -> int:
-    """Sixty-four bits at random that follow from a number: the finaliser of SplitMix64."""
+    """Hash a number to 64 bits, by the finaliser of SplitMix64."""
     number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & _BITS
     number = (number ^ number >> 27) * 0x94D049BB133111EB & _BITS
     return number ^ number >> 31

@@ -34,7 +34,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Op:
-    """What a call computes of a problem; there is one of each name in a process."""
+    """An operation, forward or backward: its inputs, outputs and FLOPs on a problem."""
 
     name: str
     inputs: Callable[[Problem], tuple[Tensor, ...]]

@@ -365,7 +365,7 @@ class Problem:
 
     @property
     def items_differ(self) -> bool:
-        """Whether items of the batch see other keys."""
+        """Whether the items of a batch see different keys."""
         return self.mask.of_item or self.layout.of_item
 
     @property

@@ -51,7 +51,7 @@ class Scores:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The KINDS that a family must support. A scale is an argument of all."""
+        """Which of KINDS a family must support; every family takes a scale."""
         there = (self.softcap, self.sinks, self.bias is not None)
         return tuple(kind for kind, has in zip(KINDS, there, strict=True) if has)
 

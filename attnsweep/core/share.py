@@ -20,7 +20,7 @@ class ShareError(ValueError):
 
 
 def share(value: object, least: float = LEAST) -> float:
-    """The share that a number, or a text with a percent sign, says. Raises ShareError."""
+    """Read a share: a number, 0.02, or a text in percent, `2%`. Raises ShareError."""
     match = re.fullmatch(IN_PERCENT, value.strip()) if isinstance(value, str) else None
     if match is not None:
         found = float(match[1]) / 100
@@ -38,7 +38,7 @@ def share(value: object, least: float = LEAST) -> float:
 
 
 def share_of_text(text: str) -> float:
-    """The share that a word of a command line says. Raises ShareError."""
+    """Read a share from a command line: `0.02` or `2%`. Raises ShareError."""
     try:
         return share(float(text))
     except ShareError:

@@ -46,7 +46,7 @@ class Driver:
         return count.value
 
     def nodes(self, graph: int) -> list[int]:
-        """All of them."""
+        """All nodes of a CUDA graph."""
         count = ctypes.c_size_t(self.count(graph))
         found = (ctypes.c_void_p * count.value)()
         self._call("GraphGetNodes", graph, found, ctypes.byref(count))

@@ -110,7 +110,7 @@ class CalledFamily(Family):
         return {}
 
     def finish(self) -> None:
-        """Nothing is missing: the declaration is a call."""
+        """Check nothing: a family that is a call has no declaration to complete."""
 
     def refusal(self, problem: Problem, arch: Arch) -> str | None:
         """See Family: what the function itself says, too."""

@@ -118,7 +118,7 @@ def row_of_today(families: Mapping[str, Family], row: Trial) -> Trial:
 
 
 def rows_of_today(families: Mapping[str, Family]) -> Callable[[Trial], Trial]:
-    """What makes `row_of_today` of each of many rows, which share configs."""
+    """A function that applies `row_of_today` to many rows, and converts each config once."""
     known: dict[tuple[str, int], tuple[dict[str, Value], dict[str, Value] | None]] = {}
 
     def of_today(row: Trial) -> Trial:

@@ -176,7 +176,7 @@ class Family:
 
     @property
     def mode_rules(self) -> dict[str, str]:
-        """What is asked first of a config with modes: the rule's name and description."""
+        """The rule that a config with modes must keep first: its name and description."""
         return {self.chunks.rule: self.chunks.description}
 
     def rules_for(self, names: Collection[str]) -> tuple[str, ...]:
@@ -229,7 +229,7 @@ class Family:
 
     @property
     def some_head_dims(self) -> tuple[int, ...]:
-        """Those to compile and check: the usual, or all, or a range's first, second and last."""
+        """Head_dims that tests compile: the usual, or all, or a range's first, second and last."""
         if self.usual_head_dims:
             return self.usual_head_dims
         if isinstance(self.head_dims, range):
@@ -390,7 +390,7 @@ class Family:
 
     @property
     def served_text(self) -> list[str]:
-        """What it serves only, and where its tensors lie, if not as most families have them."""
+        """Sentences on the only problems that the family serves, and on its order of tensors."""
         only = [said for said, _ in self.supports]
         return only + ["tensors (batch, seqlen, heads, head_dim)"] * self.turned
 

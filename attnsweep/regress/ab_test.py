@@ -68,9 +68,9 @@ class Ended(Exception):
 
 
 class Series:
-    """Two candidates in turns, in one process after the other, until their ratio is known.
+    """Times two candidates in turns, in one process after another, until their ratio is decided.
 
-    each: what the processes gave, one after the other. decision: what they show together.
+    each: the result of each process. decision: what they show together.
     """
 
     def __init__(self, old: Candidate, new: Candidate, *, slower: float, seed: str) -> None:

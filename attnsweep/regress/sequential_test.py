@@ -40,7 +40,7 @@ _PRECISE, _LEAST_PRECISE = 1 / 16, 0.0003
 
 
 class Decision(StrEnum):
-    """What an interval of the ratio new to old shows."""
+    """What the interval of new over old decides: slower, the same, faster, or still open."""
 
     SLOWER = "slower"  # by more than half the threshold
     SAME = "same"  # slower by less than the threshold, if at all
@@ -58,7 +58,7 @@ class RatioInterval:
     rounds: int
 
     def shows(self, slower: float) -> Decision:
-        """What it shows for a threshold, the share by which new code may be slower."""
+        """Decide for a threshold, the share by which new code may be slower."""
         half = 1 + slower / 2
         if self.high < 1 / half:
             return Decision.FASTER

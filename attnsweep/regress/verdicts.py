@@ -333,7 +333,7 @@ def _xml(text: str) -> str:
 
 
 def percent(ratio: float) -> str:
-    """`3.0 %` for 1.03 and for 0.97: the change as a share of the old time, faster or slower."""
+    """The size of a change in percent of the old time: `3.0 %` for 1.03 and for 0.97."""
     return f"{100 * abs(ratio - 1):.1f} %"
 
 

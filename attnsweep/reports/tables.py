@@ -390,7 +390,7 @@ def terminal(section: Section, width: int, top: int, more: str) -> list[tuple[st
 
 
 def to_markdown(sections: Sequence[Section], spec_text: str | None = None) -> str:
-    """The same tables in Markdown; recorded rows are marked there too.
+    """Write a run's ranked tables as Markdown, with recorded rows marked.
 
     spec_text: the run's spec, which may count a program's calls.
     """

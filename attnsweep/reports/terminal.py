@@ -179,7 +179,7 @@ class Commands(Group):
             return super().make_context(*args, **kwargs)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As Click does, but `attnsweep run SPEC --quiet` is `attnsweep --quiet run SPEC`."""
+        """Parse as Click does, and take `--quiet` and `--verbose` behind a command too."""
         own = args[: args.index("--")] if "--" in args else args
         moved = [word for word in own if word in _TALKING]
         rest = [word for word in own if word not in _TALKING] + args[len(own) :]

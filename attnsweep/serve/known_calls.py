@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 class KnownCalls(Generic[_T]):
-    """What is known of calls by their numbers, and by all facts of their tensors but addresses.
+    """A cache of facts about calls, by numbers and tensors that differ at most in addresses.
 
     kinds: the newest first; a tuple, which threads may replace.
     """
@@ -26,7 +26,7 @@ class KnownCalls(Generic[_T]):
         self.kinds: tuple[tuple[tuple[Any, ...], Callable[..., bool], _T], ...] = ()
 
     def find(self, kind: tuple[Any, ...], tensors: tuple[Any, ...]) -> _T | None:
-        """What is known of calls with these numbers, whose tensors have such sizes and strides."""
+        """The entry for calls with these numbers and tensors of such sizes and strides, or None."""
         for known, are_alike, what in self.kinds:
             if known == kind and are_alike(*tensors):
                 return what

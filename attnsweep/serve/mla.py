@@ -58,7 +58,7 @@ counters: Counter[str] = Counter()
 
 
 class MlaPlan(NamedTuple):
-    """What the blocks of a step's calls do, for the requests of these lengths: see mla_plan."""
+    """How blocks share the keys of a step's requests, for all of its layers: see mla_plan."""
 
     shares: torch.Tensor
     first_slot: torch.Tensor
@@ -243,7 +243,7 @@ def _beside(how: tuple[Any, ...], tensors: tuple[Any, ...], plan: Any) -> tuple[
 
 
 def of_latent(call: Arguments, plan: MlaPlan | None = None) -> _Call | Explanation:
-    """The same call with rows of keys that are values too; or why there are no such rows.
+    """Turn a call with `qv` into one whose rows of keys are values too, or say why not.
 
     q and qv are copied into one row each unless they lie so.
     """

@@ -74,7 +74,7 @@ class Chosen:
 
     @property
     def candidates(self) -> dict[str, Chosen]:
-        """What may serve the problem, by family and config: the rivals, and this one."""
+        """The kernels that may serve the problem, by family and config: this one and its rivals."""
         return {f"{c.trial.kernel} {c.config.label}": c for c in (*self.rivals, self)}
 
     def by(self, key: str | None) -> Chosen:

@@ -60,7 +60,7 @@ counters: Counter[str] = Counter()
 
 
 class Known(NamedTuple):
-    """Of a kind of call that a kernel serves, its plan, and what tensors do not give."""
+    """The plan for a kind of call that a kernel serves, with facts that its tensors lack."""
 
     plan: Plan
     device: int
@@ -362,7 +362,7 @@ def get_scheduler_metadata(
     *,
     cache_dtype: torch.dtype | None = None,
 ) -> ScheduleMetadata | None:
-    """What the blocks of a step's calls do, for `scheduler_metadata` of each of its layers.
+    """Share a step's keys among blocks, once; pass it to each layer as `scheduler_metadata`.
 
     The calls are alike but for their tensors. Launches one small kernel; in a CUDA graph, too. None
     where no kernel of ours serves, and each call decides.

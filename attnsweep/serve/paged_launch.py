@@ -106,7 +106,7 @@ def bound(
 
 
 class Kept:
-    """Workspaces of the calls of one kind: where they are, on each stream.
+    """The workspaces of one kind of call, which are made once for each stream.
 
     names: in the order of their addresses; those without a size are at 0.
     """

@@ -62,7 +62,7 @@ class Portfolio:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """Their number, and how much longer the shapes take that are served."""
+        """The portfolio's size, and how much longer shapes take with it than with their winners."""
         known = [longer for longer in self.longer if longer is not None]
         return {
             "configs": len(self.kept),
@@ -87,7 +87,7 @@ def of_size(found: Sequence[Portfolio], at_most: int) -> Portfolio:
 def facts_of(
     found: Sequence[Portfolio], portfolio: Portfolio, names: Sequence[str]
 ) -> dict[str, Any]:
-    """What was kept, what each shape loses so, and what all would with other numbers of configs.
+    """The configs that were kept, what each shape loses, and what other numbers of configs lose.
 
     names: of the shapes.
     """
@@ -107,7 +107,7 @@ def facts_of(
 
 
 def lines_of(facts: Mapping[str, Any]) -> Iterator[str]:
-    """What facts_of found, as lines of text."""
+    """Lines that print a portfolio: how much longer each shape takes, and other sizes' cost."""
     yield f"times as long as with its winner ({OFF - 1:.0%} off or more: *)"
     for shape in facts["shapes"]:
         longer = "–" if shape["times_as_long"] is None else f"{shape['times_as_long']:.3f}"

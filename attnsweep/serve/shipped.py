@@ -177,7 +177,7 @@ def explain_flash_attn_with_kvcache(*args: Any, **options: Any) -> Explanation:
 
 @_by_paged("get_scheduler_metadata")
 def get_scheduler_metadata(*args: Any, **options: Any) -> Any:
-    """What the blocks of a step's calls do, for `scheduler_metadata` of each of its layers."""
+    """Share a step's keys among blocks, once; pass it to each layer as `scheduler_metadata`."""
 
 
 @_by_paged("mla_decode")

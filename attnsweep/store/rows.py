@@ -334,7 +334,7 @@ class StoredRows(Sequence[Trial]):
         return cls(file, reader, places, array("q", keys.values()))
 
     def changed(self, change: Callable[[Trial], Trial]) -> StoredRows:
-        """The same rows, each as `change` makes it of its facts."""
+        """These rows with `change` applied to each when it is read."""
         return StoredRows(self._file, self._reader, self._places, self._in_order, change)
 
     @property

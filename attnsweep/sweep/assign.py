@@ -31,7 +31,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What a loss led to. task: what the worker had. left_out: it gets no more."""
+    """The outcome of a worker's fault. task: what the worker had. left_out: it gets no more."""
 
     task: int | None
     given_up: bool
@@ -90,7 +90,7 @@ class Assignment:
 
     @property
     def expected(self) -> Collection[int]:
-        """What workers have begun to prepare, whether they are there yet or not."""
+        """Tasks that workers have begun to prepare, also workers that have not joined yet."""
         return {*self._guesses.values(), *self._ahead.values()}
 
     @property

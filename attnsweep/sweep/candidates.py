@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from attnsweep.choose.search import Proposals, Search, search_of
 from attnsweep.compile.builds import builds_of
 from attnsweep.compile.candidate import Build, as_ready
-from attnsweep.compile.nvrtc import NOW, SOON, Compiler
+from attnsweep.compile.nvrtc import NOW, PERHAPS, SOON, Compiler
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Status, Trial
 from attnsweep.family.family import Config
@@ -84,7 +84,7 @@ class Candidates:
         return tuple(space for space, _ in self._searches)
 
     def only(self, chosen: Sequence[tuple[str, Config]]) -> None:
-        """Ask for these configs of the families alone, and begin with them; time is up for none."""
+        """Replace the search by these configs, without a time limit, and ask for the first."""
 
         def listed(space: Space, candidates: int | None, seed: int) -> Proposals:
             for family, config in chosen:
@@ -117,8 +117,8 @@ class Candidates:
         """Start to compile the batch, and behind it what is likely to come next."""
         for build in self.builds:
             build.submit(turn)
-        for build in self._likely if turn == NOW else ():
-            build.submit(SOON)
+        for build in self._likely:
+            build.submit(SOON if turn == NOW else PERHAPS)
 
     def compiled(
         self, kept: Collection[int], progress: Callable[[int, int], None]

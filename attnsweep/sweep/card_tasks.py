@@ -70,7 +70,7 @@ class RemoteCompiler(Compiler):
         return future
 
     def answer(self, message: Message) -> None:
-        """What the parent compiled, or why it could not."""
+        """Take what the parent compiled, or why it could not, and end the wait for it."""
         future = self._futures[message["key"]]
         if "path" in message:
             facts = {name: message[name] for name in ("digest", "log", "seconds", "cached")}
@@ -81,7 +81,7 @@ class RemoteCompiler(Compiler):
             future.set_exception(CompileError(message["why"], log=message["log"]))
 
     def close(self) -> None:
-        """Only what traces callables has begun."""
+        """End the processes that trace callables; nothing else was begun."""
         if self.tracers is not None:
             self.tracers.close()
 
@@ -199,7 +199,7 @@ class _Movable:
 
 
 class Tasks:
-    """What the parent asks for, one message after the other."""
+    """Does what the parent's messages ask for, one after the other."""
 
     def __init__(self, pipe: Pipe, gpu: Gpu, here: Environment, cache_dir: str | None) -> None:
         """cache_dir: of compiled code (default: the user's)."""

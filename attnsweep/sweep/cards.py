@@ -54,7 +54,7 @@ class Job:
         """The observer of each card that is there or was, by number."""
 
     def meet(self, card: InstalledCard, uuid: str | None) -> None:
-        """Observe a card. uuid: its own, as in rows, if it has told it."""
+        """Tell the observer of a card. uuid: as in rows, if the card has told it."""
         if card.number not in self.on:
             self.on[card.number] = self._observer.on(card.number, uuid or card.uuid)
 

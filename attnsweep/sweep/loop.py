@@ -45,7 +45,7 @@ _OF_CHAINS = {"rank_by": "warm", "cold": False, "eager": False, "energy": False}
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a card needs to sweep problems. environment: its own. seed: of all inputs."""
+    """Everything that a card needs to sweep problems. environment: its own. seed: of inputs."""
 
     spec: SweepSpec
     environment: Environment
@@ -60,7 +60,7 @@ class Share:
         return Candidates(item, self.spec, self.compiler, limit)
 
     def kept(self) -> Kept:
-        """What of an earlier run still holds."""
+        """The rows of an earlier run that still hold."""
         return Kept(self.spec, self.environment, self.store)
 
 

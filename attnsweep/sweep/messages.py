@@ -160,7 +160,7 @@ class Pipe:
         self._out, self._lock = out, threading.Lock()
 
     def tell(self, say: str, **facts: Any) -> None:
-        """One message."""
+        """Send one message to the parent."""
         self.line(json.dumps({"say": say, **facts}).encode())
 
     def line(self, data: bytes) -> None:

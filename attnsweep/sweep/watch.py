@@ -17,7 +17,10 @@ from attnsweep.family.family import Family
 
 
 def wakes(folders: Sequence[Path]) -> Iterator[object]:
-    """Yield once for each burst of file changes in these folders. Raises ToolchainError."""
+    """Wait for file changes in these folders, and yield once for each burst of them.
+
+    Raises ToolchainError if watchfiles is missing.
+    """
     try:
         import watchfiles
     except ImportError as error:

@@ -109,7 +109,7 @@ def facts(cases: Iterable[Case]) -> dict[str, list[Any]]:
 
 
 def left_out(family: Family, ran: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """What a declaration promises beside these facts, by their names."""
+    """Values that a declaration promises and `verify` did not run, by name."""
     promised = {name: [v for v in getattr(family, name) if v not in ran[name]] for name in ran}
     return {name: values for name, values in promised.items() if values}
 

@@ -44,7 +44,7 @@ Outcome = Literal["confirmed", "wrong", "refused", "unconfirmed"]
 
 @dataclass(frozen=True, slots=True)
 class KernelVerdict:
-    """What was found of a callable on a problem. Times are microseconds of one call.
+    """The verdict on a callable on a problem, and its times in microseconds of one call.
 
     confirmed: right wherever it was judged, and timed. wrong: an output was over a limit. refused:
     it cannot be judged, or did what no kernel may, as `reason` says. unconfirmed: nothing is known

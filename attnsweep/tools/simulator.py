@@ -66,7 +66,7 @@ class SimtError(Exception):
 
 
 class BuildError(SimtError):
-    """A template that g++ or the harness refuses."""
+    """g++ or the harness refused the template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +327,7 @@ class Simulator:
         asan: bool = False,
         timeout_s: float = 120,
     ) -> dict[str, Any]:
-        """What launches leave, one after the other, where poison was: the bytes of each name.
+        """Run launches one after the other, and return the bytes that each buffer then holds.
 
         stages: as `build` starts them. inputs: arrays. outputs, workspaces: numbers of bytes.
         calls: how many follow each other with the same workspaces; launches that are `once` come

@@ -27,7 +27,7 @@ def target_of(
     problems: Sequence[Problem] = (),
     replay: Path | None = None,
 ) -> Target:
-    """The card of a recorded run, of an architecture's name, or else this machine's."""
+    """The card to tune for: a recorded run's, an architecture's usual one, or this machine's."""
     if replay is not None:
         return recorded(replay, problems)
     return here(families, problems) if arch is None else named(arch, families)
@@ -43,7 +43,7 @@ def named(arch: str, families: Mapping[str, Family]) -> Target:
 
 
 def described() -> Environment:
-    """What this machine's card says of itself. Raises NoGpuError, also if it does not answer."""
+    """The environment of this machine's card. Raises NoGpuError, also if it does not answer."""
     try:
         with Worker(timeout_s=60) as worker:
             return worker.describe()

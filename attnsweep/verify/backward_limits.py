@@ -55,7 +55,10 @@ def _rows(problem: Problem, seed: int) -> Rows:
 
 @lru_cache(maxsize=256)
 def same_maths(case: Case) -> Same:
-    """The largest errors of the rounded maths in some rows of some draws, of each output."""
+    """The largest error of each output when the same maths rounds as a kernel does.
+
+    Of some rows of some draws of inputs.
+    """
     return [*each_draw(case)][-1]
 
 

@@ -101,20 +101,20 @@ class ComparedOutput:
 
     @property
     def tiles(self) -> int:
-        """Tiles of 64 rows, each of which a block judges."""
+        """How many tiles of 64 rows the output has; a block judges each."""
         batch, heads, rows, _ = self.problem.shape_of(self.name)
         return batch * heads * ceil_div(rows, _TILE)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Heads of the output to one of keys, its rows, and the elements of a row."""
+        """The output's heads per key head, its rows, and the elements of a row."""
         _, heads, rows, columns = self.problem.shape_of(self.name)
         return heads // self.problem.heads_kv, rows, columns
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchRecords:
-    """Records on the device for one launch, in which each has blocks of its own."""
+    """Records on the device that one launch works through, each by blocks of its own."""
 
     records: Buffer
     count: int
@@ -288,7 +288,7 @@ class Comparer:
     def rows(
         self, buffer: Buffer, shape: Sequence[int], rows: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float64]:
-        """On the host, some rows of every head of a float64 (batch, heads, seqlen, head_dim)."""
+        """Copy some rows of each head of a float64 (batch, heads, seqlen, head_dim) to the host."""
         out = np.empty((*shape[:2], len(rows), shape[3]))
         which, some = Buffer(rows.nbytes), Buffer(out.nbytes)
         which.upload(rows)

@@ -273,7 +273,7 @@ class DeviceCase:
             self.content = content
 
     def regions_to_look_at(self, buffers: Mapping[str, Buffer]) -> LaunchRecords:
-        """The inputs and their guards for Comparer.look."""
+        """Records of the inputs and their guards, which Comparer.look checks for writes."""
         inputs = enumerate(self.case.problem.inputs)
         return self.comparer.regions([(buffers[name], 1 + i, 0) for i, name in inputs])
 

@@ -93,7 +93,7 @@ def to_bits(values: npt.NDArray[Any], dtype: str) -> Bits:
 
 
 def from_bits(bits: Bits, dtype: str) -> npt.NDArray[np.float32]:
-    """Inverse of to_bits."""
+    """Decode numbers from the bits of a dtype, the inverse of to_bits."""
     if FORMATS[dtype].storage == "E4M3":
         values: npt.NDArray[np.float32] = _E4M3[bits]
         return values
@@ -150,7 +150,7 @@ def mask_of(problem: Problem) -> dict[str, Bits]:
 def stored(
     values: Mapping[str, npt.NDArray[np.float32]], problem: Problem, cache_dtype: str | None = None
 ) -> dict[str, Bits]:
-    """q, k, v of a problem in storage form, with their scales if it has any.
+    """Encode q, k and v of a problem in its dtype, with their scales in FP8.
 
     cache_dtype: that of k and v, if not the problem's.
     """

@@ -27,7 +27,10 @@ def negated_heads(mix: int, heads_kv: int) -> npt.NDArray[np.bool_]:
 
 
 def contents_of(first: int, digests: Sequence[int]) -> list[int]:
-    """The contents of a chain of calls whose outputs have these digests; as compare.cu's chain."""
+    """The input contents of each call in a chain, from the digests of the outputs before it.
+
+    compare.cu computes the same on the device.
+    """
 
     def mixed(x: int) -> int:
         x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64

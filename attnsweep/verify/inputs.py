@@ -63,7 +63,7 @@ def harder(q: Bits, case: Case) -> Bits:
 
 
 def make_inputs(case: Case, seed: int, *, windows: bool | None = None) -> Mapping[str, Tensor]:
-    """The inputs of a forward in storage form; the same seed gives the same inputs: see draw.
+    """Make the inputs of a forward, encoded in its dtype; the same seed gives the same inputs.
 
     windows: whether normal values without scales are windows, by default those of long problems.
     """

@@ -221,47 +221,107 @@ def test_steps_are_watched_until_their_gradients_were_alike_so_often():
     for left in range(Steps.WATCHED, 0, -1):
         assert steps.left == left
         out = q * 1
-        steps.watch(out)
+        steps.watch(out, Layout(layout.stride()).copied)
         out.backward(layout)
     assert steps.left == 0
     out = q * 1
-    steps.watch(out)
+    steps.watch(out, Layout(layout.stride()).copied)
     seen = []
     out.register_hook(lambda g: seen.append(g.stride()))
     out.backward(layout.transpose(1, 2).contiguous().transpose(1, 2))
     assert seen != [layout.stride()], "not watched any more"
 
-    other = Steps()
+    steps.watch(q + 1, Layout(layout.stride()).copied)
+    assert steps.left == Steps.WATCHED, "another backend begins anew"
+
+    other, own = Steps(), Layout(layout.stride())
     for each in (layout, layout.transpose(1, 2).contiguous().transpose(1, 2), layout):
         out = q * 1
-        other.watch(out)
+        other.watch(out, own.copied)
         out.backward(each)
     assert other.left > sys.maxsize // 2, "watched for ever"
 
 
-def test_a_place_of_short_steps_that_were_alike_is_pytorchs_at_once(monkeypatch):
-    """Other places, sizes and layouts are watched anew."""
+@pytest.fixture
+def places(monkeypatch):
+    """An enabled package that serves tensors on the CPU, and has met no place yet."""
     from attnsweep.serve.runtime import package
 
+    monkeypatch.setattr(package._operator, "device_types", ("cpu",))
+    for met in (package._operator.short_steps.settled, package._operator.short_steps._kinds):
+        met.clear()
+    with attnsweep.enable():
+        yield package
+
+
+@pytest.mark.parametrize("by_cudnn", [True, False])
+def test_a_place_of_short_steps_that_were_alike_is_pytorchs_at_once(monkeypatch, places, by_cudnn):
+    """Other places, sizes and layouts are watched anew."""
     watched = []
 
-    def watch(self, out):
+    def watch(self, out, _):
         if self.left:
             watched.append(self)
-            self.left -= 1
+            self.left, self.backend = self.left - 1, type(out.grad_fn)
 
     monkeypatch.setattr(Steps, "watch", watch)
-    monkeypatch.setattr(pytorch_calls, "_OF_CUDNN", type((leaves(*tensors())[0] * 1).grad_fn).__name__)
+    if by_cudnn:
+        monkeypatch.setattr(pytorch_calls, "_OF_CUDNN", type((leaves(*tensors())[0] * 1).grad_fn).__name__)
     real = sdpa_patch.sdpa
-    monkeypatch.setattr(pytorch_calls, "sdpa", lambda q, k, v, *a, **b: real(q, k, v, *a, **b) * 1)
-    package._operator.device_types, before = ("cpu",), package._operator.device_types
-    with attnsweep.enable():
-        for count in range(Steps.WATCHED + 3):
-            F.scaled_dot_product_attention(*leaves(*tensors(seqlen=48)))
-            assert len(watched) == min(count + 1, Steps.WATCHED)
+    for module in (places, pytorch_calls):
+        monkeypatch.setattr(module, "sdpa", lambda q, k, v, *a, **b: real(q, k, v, *a, **b) * 1)
+    for count in range(Steps.WATCHED + 3):
         F.scaled_dot_product_attention(*leaves(*tensors(seqlen=48)))
-        assert len(watched) == Steps.WATCHED + 1, "another place"
-    package._operator.device_types = before
+        assert len(watched) == min(count + 1, Steps.WATCHED)
+    F.scaled_dot_product_attention(*leaves(*tensors(seqlen=48)))
+    assert len(watched) == Steps.WATCHED + 1, "another place"
+
+
+def off_16_bytes():
+    """q, k and v whose rows are 68 elements apart."""
+    return leaves(*(torch.cat([t, t[..., :4]], -1)[..., :64] for t in tensors(seqlen=48)))
+
+
+@pytest.mark.parametrize("given", [off_16_bytes, lambda: leaves(*tensors(seqlen=64))], ids=["rows", "NaN"])
+def test_a_place_whose_calls_are_not_pytorchs_as_they_are_is_protected_for_ever(monkeypatch, places, given):
+    """Copies of what cuDNN misreads, and other backends where its gradients may be NaN: after many steps too."""
+    real, calls = sdpa_patch.sdpa, []
+    monkeypatch.setattr(pytorch_calls, "_OF_CUDNN", type(real(*given()).grad_fn).__name__)
+
+    def noted(q, k, v, *args, **options):
+        calls.append((q.stride()[2] % 8, torch._C._get_cudnn_sdp_enabled()))
+        return real(q, k, v, *args, **options)
+
+    for module in (places, pytorch_calls):
+        monkeypatch.setattr(module, "sdpa", noted)
+    for _ in range(2 * Steps.WATCHED):
+        out = F.scaled_dot_product_attention(*given())
+        out.backward(torch.ones_like(out))
+    assert len(calls) == 2 * Steps.WATCHED
+    assert {*calls} in ({(0, True)}, {(0, False)})
+    assert given is off_16_bytes or calls[0] == (0, False)
+
+
+def test_a_settled_place_that_gets_another_backend_is_watched(monkeypatch, places):
+    real, backend, seen = sdpa_patch.sdpa, [1], []
+
+    def chosen(q, k, v, *args, **options):
+        out = real(q, k, v, *args, **options)
+        return out * 1 if backend == [1] else out + 1
+
+    for module in (places, pytorch_calls):
+        monkeypatch.setattr(module, "sdpa", chosen)
+    monkeypatch.setattr(pytorch_calls, "_OF_CUDNN", "AddBackward0")
+    given = leaves(*tensors(seqlen=48))
+    of_out = torch.ones(given[0].shape, dtype=given[0].dtype)
+    other = of_out.transpose(1, 2).contiguous().transpose(1, 2)
+    for number in range(Steps.WATCHED + 4):
+        if number == Steps.WATCHED + 2:
+            backend[:] = [2]
+        out = F.scaled_dot_product_attention(*given)
+        out.register_hook(lambda grad: seen.append(grad.stride()))
+        out.backward(of_out if number < Steps.WATCHED + 3 else other)
+    assert seen[-1] == seen[-2] == of_out.stride()
 
 
 def test_a_mask_alone_has_gradients():

@@ -36,6 +36,8 @@ OUT_UNIT, GRAD_UNIT = 1e-2, 4e-2
 """And relative to what a row is summed from, which may cancel."""
 FAR = -1e5
 """Sums of score and mask below this are so coarse in float32 that a log-sum-exp loses the count of keys."""
+ONE_IN, STEPS = 12, 40
+"""One in so many calls with gradients ends so many steps of one place: a program's are trusted after a while."""
 CARD = Limits(
     known=(
         *(Sizes(4, 16, kv, n, n, d, d, dtype) for kv in (16, 4) for n in (512, 1000) for d in (64, 128)
@@ -224,6 +226,11 @@ class Net:
             out = self.call(made, *given)
             return self._output(made, out, exact(made))
         leaves = [each.detach().requires_grad_(name in drawn.needs) for name, each in zip("qkv", given, strict=True)]
+        asked = [each for each in leaves if each.requires_grad]
+        for _ in range(STEPS if drawn.seed % ONE_IN == 0 else 0):
+            out = self.call(made, *leaves)
+            if out.requires_grad:
+                torch.autograd.grad(out, asked, direction_of(made, out))
         out = self.call(made, *leaves)
         if not out.requires_grad:
             return "the output has no gradient"
@@ -233,7 +240,6 @@ class Net:
             return what
         if drawn.entry == "sdpa" and bool(want.empty.any()):
             return ""  # PyTorch's backends differ in what such a query has
-        asked = [each for each in leaves if each.requires_grad]
         for name, got in zip(drawn.needs, torch.autograd.grad(out, asked, direction), strict=True):
             rows = None
             if made.rows is not None:

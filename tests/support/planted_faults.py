@@ -238,6 +238,20 @@ def first_answer_again() -> Call:
     return planted
 
 
+def steps_of_one_place() -> Call:
+    """After many calls alike the output is another one."""
+    last, count = None, 0
+
+    def planted(made: Made, q: Any, k: Any, v: Any) -> Any:
+        nonlocal last, count
+        own = made.drawn, q.requires_grad
+        last, count = own, count + 1 if own == last else 0
+        out = invoke(made, q, k, v)
+        return out * 1.5 if count > 32 else out
+
+    return planted
+
+
 PLANTED: dict[str, Callable[[], Call]] = {
     "1 a finite mask": _by_rows(lambda made: _least(made).any(-1, keepdim=True)),
     "2 a row of least numbers": _by_rows(lambda made: _least(made).all(-1, keepdim=True)),
@@ -250,6 +264,7 @@ PLANTED: dict[str, Callable[[], Call]] = {
     "6 another layout's plan": another_layouts_plan,
     "7 NaN where nothing is seen": _after(hidden_nan_leaks),
     "8 unaligned": _ahead(unaligned_is_misread),
+    "many steps of one place": steps_of_one_place,
     "9 empty rows": _after(empty_rows_see_all),
     "10 scores far below 0": _ahead(far_scores_have_nan_gradients),
     "11 65536 items or heads": _after(no_backward_of_many),

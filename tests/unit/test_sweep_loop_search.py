@@ -83,6 +83,7 @@ def test_threads_with_nothing_to_do_compile_what_is_likely_to_come(go, submitted
     stops(LEAST=2, BATCH=5, FEW=2, PATIENCE=1)
     monkeypatch.setattr(FakeCompiler, "threads", threads)
     go(MANY)
+    assert {turn for turn, _ in submitted} <= {NOW, SOON}, "of one problem"
     first = [threads for turn, threads in submitted if turn == NOW][:2]
     soon = [threads for turn, threads in submitted if turn == SOON]
     assert len(soon) >= ahead

@@ -158,7 +158,7 @@ class Model:
         return batch
 
     def likely(self, size: int) -> tuple[Config, ...]:
-        """What it would choose next if all that is chosen took the time that is expected."""
+        """The configs that follow if those already chosen take the times that the model expects."""
         if size < 1:
             return ()
         kept = dict(self.gains), dict(self.variances), self.covariance.copy()

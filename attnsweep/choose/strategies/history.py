@@ -60,7 +60,7 @@ class History:
 
 
 def shipped_history(kernel: str) -> tuple[History, ...]:
-    """The shipped history of a family; empty if it knows nothing."""
+    """The recorded times of a family on other problems that come with attnsweep; may be empty."""
     return _shipped().get(kernel, ())
 
 

@@ -1,1 +1,1 @@
-"""What calls the user's launchers on tensors that are not there, in processes without a GPU."""
+"""Calls the user's launchers on tensors without memory, without a GPU, and notes each launch."""

@@ -76,7 +76,7 @@ def _with_index(tensor: Any, scope: Any) -> None:
 
 
 def called(call: str, function: Any, given: Inputs, values: Mapping[str, Any], arch: Arch) -> Any:
-    """What a callable returns. Raises Unavailable with what it raised."""
+    """Call a callable, and return its output. Raises Unavailable with what it raised."""
     own, left = split(function, values)
     bound = BoundFunction(torch, given.problem, call, function, values=own)
     recorder = _Interpreted(left)

@@ -42,7 +42,7 @@ _descriptor = -1
 
 
 def keep_in(folder: str) -> None:
-    """Where cubins of CuTe DSL go from now on, in this process."""
+    """Let CuTe DSL write its cubins to this folder from now on, in this process."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     os.dup2(opened, _descriptor, inheritable=False)
     os.close(opened)
@@ -50,7 +50,7 @@ def keep_in(folder: str) -> None:
 
 @contextmanager
 def calls(called: Callable[[Any, Any, tuple[Any, ...]], Any]) -> Iterator[None]:
-    """Have `called` make each call of compiled code inside.
+    """Context in which `called` replaces each call of compiled code.
 
     It gets the function that would make it, the compiled code, and its arguments.
     """
@@ -85,7 +85,7 @@ UNKNOWN = ""
 
 
 def identity(compiled: Any) -> str:
-    """What tells it from other code, in any process: equal for equal code."""
+    """A key of compiled code, equal for equal code in any process."""
     key = getattr(compiled, "_tilelang_cache_key", None)
     if key is not None:
         return f"tilelang {key}"
@@ -94,7 +94,7 @@ def identity(compiled: Any) -> str:
 
 
 def cubins_of(compiled: Any) -> list[bytes]:
-    """Its machine code; nothing if it is not known."""
+    """The cubins of compiled code; empty if they are not known."""
     cubin = getattr(compiled, "__cubin__", None)
     if isinstance(cubin, bytes):
         return [cubin]
@@ -107,7 +107,7 @@ def cubins_of(compiled: Any) -> list[bytes]:
 
 
 def outputs_of(compiled: Any) -> Any:
-    """What a call returns, without values: TileLang makes the tensors that `out_idx` names."""
+    """Make the empty tensors that a call returns: those that TileLang's `out_idx` names."""
     import torch
 
     adapter: Any = getattr(compiled, "adapter", None)

@@ -134,7 +134,7 @@ class Recorder:
 
     @contextmanager
     def recording(self, arch: Arch) -> Iterator[None]:
-        """Have every launch and autotuner of the call inside come here."""
+        """Context in which this recorder gets every Triton launch and autotuner run."""
         run, tune, self._arch = JITFunction.run, Autotuner.run, arch
 
         def launch(jit: Any, *args: Any, grid: Any, warmup: bool, **how: Any) -> Any:

@@ -123,7 +123,7 @@ def plain(query: Any, key: Any, value: Any) -> bool:
 
 
 def plain_mask(mask: Any) -> bool:
-    """The same of a mask, which may stand for one while a compiler traces an operator."""
+    """Whether a mask is a plain tensor, or stands for one while a compiler traces."""
     return type(mask) in PLAIN or is_traced(mask)
 
 

@@ -108,11 +108,11 @@ class MetCalls:
         return None
 
     def of(self, call: Call) -> ServingPlan | None:
-        """`find` of any call."""
+        """The plan that `find` has for a call."""
         return self.find(call.query, call.key, call.value, *_told(call))
 
     def add(self, plan: ServingPlan, call: Call) -> None:
-        """Have `find` find such a call, which was planned: from the second time on.
+        """Remember the plan of a call for `find`, from the second such call on.
 
         Where too many kinds of the same sizes take turns, the calls between two tries grow.
         """
@@ -135,21 +135,25 @@ class MetCalls:
         self._kinds[what] = ((plan, alike, grad), *kinds[: MOST_ALIKE - 1])
 
 
+_Settled = tuple[Callable[..., bool], bool, Any, "type | None"]
+
+
 class ShortSteps:
     """Kinds of short steps that PyTorch gets, by the place in a program that makes them.
 
     A place is a code object and the number of an instruction in it; None: any of the others.
     settled: by `number`, the kinds whose gradients were alike so often that nobody watches them:
-    whether tensors are alike in all but addresses, whether it is causal, and the code object.
+    whether tensors are alike in all but addresses, whether it is causal, the code object, and the
+    class of the output's grad_fn.
     """
 
     def __init__(self) -> None:
-        self.settled: dict[int, tuple[tuple[Callable[..., bool], bool, Any], ...]] = {}
+        self.settled: dict[int, tuple[_Settled, ...]] = {}
         self._kinds: dict[Any, tuple[tuple[Callable[..., bool], bool, Steps, Any], ...]] = {}
 
     @staticmethod
     def number(code: Any, at: int) -> int:
-        """The number of a place: one number is looked up sooner than two."""
+        """A place in a program as one number, which a dict finds sooner than a pair."""
         return (id(code) << 24) + at
 
     def find(
@@ -160,11 +164,12 @@ class ShortSteps:
         for alike, is_causal, steps, _ in self._kinds.get(place, ()):
             if is_causal is causal and alike(query, key, value):
                 if not steps.left and not any(alike is each for each, *_ in self._of(place)):
-                    self.settled[place] = ((alike, causal, code), *self._of(place)[:3])
+                    one = alike, causal, code, steps.backend
+                    self.settled[place] = (one, *self._of(place)[:3])
                 return steps
         return None
 
-    def _of(self, place: int) -> tuple[tuple[Callable[..., bool], bool, Any], ...]:
+    def _of(self, place: int) -> tuple[_Settled, ...]:
         return self.settled.get(place, ())
 
     def add(

@@ -136,7 +136,7 @@ class CompiledCalls:
     def attention(
         self, query: Any, key: Any, value: Any, causal: bool, scale: float
     ) -> torch.Tensor:
-        """PyTorch's own attention where the sizes say already that it is."""
+        """Attention of a compiled call: PyTorch's if sizes alone say so, or else `forward`."""
         call = _plain(query, key, value, causal, scale)
         grad = records_gradients(call)
         gpu = self._planner.gpu(query.device.index or 0)
@@ -153,7 +153,7 @@ class CompiledCalls:
         return out
 
     def forward(self, query: Any, key: Any, value: Any, causal: bool, scale: float) -> torch.Tensor:
-        """By a kernel or by PyTorch, which sizes and strides decide at run time."""
+        """Run by a kernel or by PyTorch, as sizes and strides decide at run time."""
         how = (None, causal, scale, query.shape[1] != key.shape[1])
         done = self._operator.served_soon(query, key, value, *how, lse=False)
         if done is not None:

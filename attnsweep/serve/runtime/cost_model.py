@@ -351,7 +351,10 @@ class Learned:
 def learn(
     tiling: Tiling, timed: Iterable[tuple[int, Problem, float]], card: CardCapacity
 ) -> Learned:
-    """From times in microseconds on problems of one head_dim and mask, each with its number."""
+    """Fit the cost model to timed problems of one head_dim and mask.
+
+    timed: each one's number, the problem, and microseconds.
+    """
     units = []
     for number, problem, time_us in timed:
         left = max(time_us - _launches_us(tiling, problem), 0.2 * time_us)

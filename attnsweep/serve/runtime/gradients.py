@@ -199,7 +199,7 @@ with_gradient: Any = getattr(super(torch.autograd.Function, Gradient), "apply", 
 
 
 def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    """What `backward` of the operator needs, and whose it is."""
+    """Keep what the operator's `backward` needs, and whether cuDNN computes it."""
     query, key, value, ctx.causal, ctx.scale = inputs
     out, lse = output
     ctx.by_cudnn = _takes_cudnn(query, key, value, ctx.causal, ctx.scale)

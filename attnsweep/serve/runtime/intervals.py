@@ -188,7 +188,10 @@ def _check(lengths: Any, query: torch.Tensor) -> None:
 
 
 def sides(window: Any) -> tuple[int | None, int | None]:
-    """The keys before and after a query's own, None where all. Raises TypeError or ValueError."""
+    """How many keys a window shows before and after a query's own; None is all.
+
+    Raises TypeError or ValueError.
+    """
     if window is None:
         return None, None
     if not isinstance(window, tuple | list) or len(window) != 2:

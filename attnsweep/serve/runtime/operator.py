@@ -279,7 +279,7 @@ class Operator:
         return None if done is None else done[0]
 
     def cast(self, *given: Any) -> tuple[Any, Any, Any]:
-        """The tensors as scaled_dot_product_attention gets them under autocast."""
+        """Cast query, key and value as autocast does for scaled_dot_product_attention."""
         query, key, value = given
         if all(isinstance(each, torch.Tensor) for each in given):
             kind = query.device.type

@@ -19,7 +19,7 @@ from .docstrings import MASKS_AND_SCORES, PACKED, ends_with
 from .fp8_operator import Fp8Operator
 from .operator import SHORT, Operator
 from .packed import VarlenOperator
-from .pytorch_calls import attend
+from .pytorch_calls import attend, watched
 from .sdpa_patch import PatchedAttention, Routing, Switched, exports, flash_allowed, sdpa
 from .table import PackageError, read_table
 
@@ -39,7 +39,7 @@ __version__ = _operator.table.attnsweep
 
 
 def serve_by(operator: Operator) -> None:
-    """Have another operator serve the calls: one of another driver, or for other devices."""
+    """Replace the operator that serves the calls, by one of another driver or for other devices."""
     global _operator, _varlen, _fp8, _counts, _shorts, _settled, _compiled
     _operator, _varlen, _fp8 = operator, VarlenOperator(operator), Fp8Operator(operator)
     _counts, _shorts, _settled = operator.counts, operator.shorts, operator.short_steps.settled
@@ -208,7 +208,7 @@ def explain_varlen(
     sinks: Any = None,
     dropout_p: float = 0.0,
 ) -> Explanation:
-    """The same of `attention_varlen`; args: its tensors."""
+    """Which kernel a call of `attention_varlen` gets, and why; args: its tensors."""
     options: Any = {"causal": causal, "window": window, "scale": scale, "softcap": softcap}
     return _varlen.explain(*args, **options, sinks=sinks, dropout_p=dropout_p)
 
@@ -302,8 +302,9 @@ class _Routed(PatchedAttention):
                 )
         elif attn_mask is None and type(query) is _Tensor and query.requires_grad:
             place = _frame(1)
+            at = (id(place.f_code) << 24) + place.f_lasti
             try:
-                for alike, causal, _ in _settled.get((id(place.f_code) << 24) + place.f_lasti, ()):
+                for alike, causal, _, backend in _settled.get(at, ()):
                     if (
                         causal is is_causal
                         and alike(query, key, value)
@@ -313,10 +314,14 @@ class _Routed(PatchedAttention):
                     ):
                         _counts[_SHORT] += 1
                         dropout_p = dropout_p or -0.0  # as `attend` does
-                        if scale is None and not enable_gqa:  # names take PyTorch 0.2 us to read
-                            return sdpa(query, key, value, None, dropout_p, is_causal)
                         how: Any = (None, dropout_p, is_causal)
-                        return sdpa(query, key, value, *how, scale=scale, enable_gqa=enable_gqa)
+                        if scale is None and not enable_gqa:  # names take PyTorch 0.2 us to read
+                            out = sdpa(query, key, value, *how)
+                        else:
+                            out = sdpa(query, key, value, *how, scale=scale, enable_gqa=enable_gqa)
+                        if type(out.grad_fn) is backend:
+                            return out
+                        return watched(out, query, key, value)
                 short = query.numel() * key.shape[-2] < _routing.short_work or (
                     (query.shape, key.shape, is_causal) in _shorts and _routing.on
                 )

@@ -150,7 +150,7 @@ class Planner:
         return plan
 
     def without_kernel(self, choice: Choice) -> ServingPlan:
-        """The plan of calls that PyTorch gets."""
+        """A plan that hands its calls to PyTorch."""
         return ServingPlan(choice=choice, launcher=self._launcher)
 
     def unserved(

@@ -22,7 +22,7 @@ have the faults. benchmarks/pytorch_faults.py tries them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -139,6 +139,7 @@ def attend(
         query = query.detach().requires_grad_()  # or no log-sum-exp is kept for the mask's own
     if type(attn_mask) is torch.Tensor and not traced and attn_mask.dim() > 1:
         attn_mask = _of_rows(attn_mask, key.shape[-2])
+    own = query, key, value
     if query.dtype in _HALVES:
         query, key, value = aligned(query), aligned(key), aligned(value)
         # cuDNN's output has the order of query's strides, head_dim behind those of 0: an error the
@@ -153,14 +154,15 @@ def attend(
         return connected(out, query, key, value) if grad else out
     # The bytes of -0.0 find plans that calls outside this module neither made nor meet.
     masks = (attn_mask, dropout_p if traced else dropout_p or -0.0, is_causal)
-    with _without_cudnn() if nan_prone(key, is_causal and attn_mask is None) else nullcontext():
+    apart = nan_prone(key, is_causal and attn_mask is None)
+    with _without_cudnn() if apart else nullcontext():
         out = sdpa(query, key, value, *masks, **how)
     if traced:
         return out
-    if type(out.grad_fn).__name__ == _OF_CUDNN:
-        (steps or _layout_of(out)).watch(out)
-        return out
-    return _of_aligned(connected(out, query, key, value))
+    # Steps that nobody watches any more are PyTorch's as they are given.
+    if apart or query is not own[0] or key is not own[1] or value is not own[2]:
+        steps = None
+    return watched(out, query, key, value, steps)
 
 
 def _is_transformed() -> bool:
@@ -379,7 +381,7 @@ class Layout:
         self._strides: tuple[int, ...] | None = None
 
     def watch(self, out: torch.Tensor) -> None:
-        """Have the gradient of an output, when there is one, in this layout."""
+        """Copy the gradient of an output, when one comes, into this layout."""
         out.register_hook(self.copied)
 
     def copied(self, grad: torch.Tensor) -> torch.Tensor | None:
@@ -420,6 +422,19 @@ def _of_aligned(out: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def watched(out: Any, query: Any, key: Any, value: Any, steps: Steps | None = None) -> Any:
+    """The output of a call, whose gradient has the layout that its backend reads rightly."""
+    if type(out.grad_fn).__name__ == _OF_CUDNN:
+        copied = _layout_of(out).copied
+    else:
+        copied, out = _aligned_gradient, connected(out, query, key, value)
+    if steps is not None:
+        steps.watch(out, copied)
+    elif out.requires_grad:
+        out.register_hook(copied)
+    return out
+
+
 _layouts: dict[Any, Layout] = {}
 
 
@@ -443,6 +458,9 @@ def settled(grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return grad if copied is None else copied
 
 
+_Copied = Callable[[torch.Tensor], torch.Tensor | None]
+
+
 class Steps:
     """Short steps of one kind that one place of a program makes: are their gradients all alike?
 
@@ -455,19 +473,25 @@ class Steps:
 
     def __init__(self) -> None:
         self.left = self.WATCHED
-        self._layout: Layout | None = None
+        self.backend: type | None = None
+        """The class of the outputs' grad_fn."""
+        self._copied: _Copied = _aligned_gradient
 
-    def watch(self, out: torch.Tensor) -> None:
-        """Count the gradient of an output, when there is one, while they are not settled."""
-        if not self.left:
-            return
-        self._layout = _layout_of(out)
-        out.register_hook(self._copied)
+    def watch(self, out: torch.Tensor, copied: _Copied) -> None:
+        """Count the gradient of an output, when there is one, while they are not settled.
 
-    def _copied(self, grad: torch.Tensor) -> torch.Tensor | None:
-        if self._layout is None:
-            raise AssertionError
-        copied = self._layout.copied(grad)
+        copied: gives the copy of a gradient that the backend needs, or None. Another backend than
+        before begins anew.
+        """
+        if type(out.grad_fn) is not self.backend:
+            self.backend = type(out.grad_fn)
+            self.left = max(self.left, self.WATCHED)
+        if self.left:
+            self._copied = copied
+            out.register_hook(self._count)
+
+    def _count(self, grad: torch.Tensor) -> torch.Tensor | None:
+        copied = self._copied(grad)
         if copied is not None:
             self.left = sys.maxsize
         elif self.left:

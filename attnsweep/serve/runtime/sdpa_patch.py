@@ -25,7 +25,7 @@ and each name on the way to an answer is one thing more that is asked before eac
 
 
 def is_traced(tensor: Any) -> bool:
-    """Whether it stands for a tensor while a compiler traces what an operator is made of.
+    """Whether this only stands for a tensor while a compiler traces an operator.
 
     Earlier PyTorch says is_compiling in what the compiler reads itself, and not there.
     """
@@ -91,7 +91,10 @@ class Routing:
         self._since = object()  # of the last `disable`
 
     def enable(self) -> Switched:
-        """Route. Raises PackageError if something else already stands in PyTorch's place."""
+        """Put the package in the place of PyTorch's function.
+
+        Raises PackageError if something else already stands there.
+        """
         with self._lock:
             self._put()
             self._enabled += 1

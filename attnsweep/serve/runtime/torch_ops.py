@@ -89,7 +89,7 @@ _MOST_IMPORTS = 99
 
 
 def library_of(namespace: str) -> Any:
-    """A new library. A package that is imported again gets another namespace: its `ns`."""
+    """Make a library of PyTorch operators, in a namespace of its own for each import: its `ns`."""
     for number in range(1, _MOST_IMPORTS + 1):
         name = namespace if number == 1 else f"{namespace}_again{number}"
         try:
