@@ -102,7 +102,8 @@ def _of_file(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.resolve().parent))  # it may import them when it is called, too
     sys.modules[path.stem] = module  # where decorators of kernels look for their source
     # Bytecode that Python keeps is stale if a file of the same length was edited within a second.
-    exec(compile(path.read_bytes(), str(spec.origin), "exec"), vars(module))
+    code = compile(path.read_bytes(), str(spec.origin), "exec", dont_inherit=True)
+    exec(code, vars(module))
     return module
 
 
