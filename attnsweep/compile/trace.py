@@ -265,7 +265,9 @@ class Tracer:
                 made = self._read(entry)
                 if made is None:
                     raise CompileError("what was compiled cannot be read again", log=str(entry))
-                done.set_result(made)
+                # What was faster may be there without the cases that were asked for here.
+                own = _cases(found)
+                done.set_result(made if own is None else replace(made, cases=own))
             except BaseException as error:
                 done.set_exception(error)
             finally:

@@ -103,6 +103,12 @@ def test_small_cases_are_found_when_they_are_needed_without_compiling_again(trac
     assert tracer.submit(problem, values, cases=False).result().cases == whole.cases, "kept"
 
 
+def test_small_cases_that_are_asked_for_meanwhile_are_there(tracers):
+    tracer, problem, values = tracers.of("tuned.py:attention"), Problem(1, 2, 2, 768, 768, 16, "bf16"), {"BLOCK": 32}
+    _, whole = (tracer.submit(problem, values, cases=cases) for cases in (False, True))
+    assert whole.result().cases
+
+
 def test_a_kernel_that_a_call_launches_twice_has_its_registers_twice(place, tracers):
     own = "    copied.fn[grid](q, out, problem.seqlen_q, D=problem.head_dim, BLOCK=BLOCK, **launch)\n"
     text = LAUNCHERS.read_text()
