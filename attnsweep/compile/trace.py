@@ -28,7 +28,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from attnsweep.compile.nvrtc import Cubin, default_cache_dir, unwritable
+from attnsweep.compile.nvrtc import Cubin, cores, default_cache_dir, unwritable
 from attnsweep.core.callables import Asked
 from attnsweep.core.cases import Case
 from attnsweep.core.errors import CompileError, CompilerLost, KernelError
@@ -91,7 +91,7 @@ class Tracer:
     ) -> None:
         self.call, self.arch, self._interpreted = call, arch, interpreted
         self._cache_dir = (cache_dir or default_cache_dir()) / "traced" / arch.name
-        self._jobs = jobs or os.cpu_count() or 1
+        self._jobs = jobs or cores()
         self.versions = _versions(call)
         """Versions of PyTorch and Triton, and variables that change what Triton compiles."""
         self._process: Any = None
