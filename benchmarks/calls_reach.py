@@ -433,18 +433,22 @@ def taken(name: str, place: Place, known: Mapping[str, Any], end: float, only: s
         yield {"case": case.label, **row, "spent_s": round(spent_s, 1)}
 
 
-def show_plan(names: Sequence[str], arch: str) -> None:
+def show_plan(names: Sequence[str], arch: str, only: str) -> None:
     """Print what would be done, and the configs that the files keep on an architecture; needs no GPU."""
+    wanted = {name: [case for case in PARTS[name].cases if only in case.label] for name in names}
+    labels = {case.label for cases in wanted.values() for case in cases}
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
         Place(Path(directory), time.monotonic() + 60, arch)
         for call in CALLS:
-            own = [case for case in CASES if case.call == call]
+            own = [case for case in CASES if case.call == call and case.label in labels]
+            if not own:
+                continue
             for planned in plan(spec_of(spec_text(own, {}, {}), Path(directory)), arch=arch):
                 kept = sum(len(space.configs) for space in planned.spaces)
                 console.print(f"{call} {planned.problem.label}: {kept} configs")
     for name in names:
         musts = ", ".join(f"{key} {sign} {bar:g}" for key, (sign, bar) in PARTS[name].must.items())
-        console.print(f"{name}: {len(PARTS[name].cases)} cases; must: {musts}")
+        console.print(f"{name}: {len(wanted[name])} cases; must: {musts}")
 
 
 def main() -> None:
@@ -462,8 +466,11 @@ def main() -> None:
     names = asked.parts or [*PARTS]
     if unknown := [name for name in names if name not in PARTS]:
         parser.error(f"no part {', '.join(unknown)}: one of {', '.join(PARTS)}")
+    labels = sorted({case.label for name in names for case in PARTS[name].cases})
+    if not any(asked.only in label for label in labels):
+        parser.error(f"no case of {', '.join(names)} holds {asked.only!r}: there are {', '.join(labels)}")
     if asked.plan:
-        show_plan(names, asked.arch)
+        show_plan(names, asked.arch, asked.only)
         return
     if asked.out is None:
         parser.error("--out is missing: a directory for the JSON files")

@@ -17,6 +17,7 @@ import attnsweep
 from attnsweep import load_spec, open_run
 from attnsweep.bench.worker import Worker
 from attnsweep.compile.candidate import Build
+from attnsweep.core.errors import NoGpuError
 from attnsweep.core.trial import Environment
 from attnsweep.specs.load import SweepSpec
 
@@ -38,9 +39,12 @@ def options(doc: str | None, *words: Any) -> argparse.ArgumentParser:
 
 
 def described() -> Environment:
-    """GPU, driver, versions and date."""
+    """GPU, driver, versions and date; without a GPU the program ends, and says so."""
     with Worker(timeout_s=60) as worker:
-        return worker.describe()
+        try:
+            return worker.describe()
+        except NoGpuError as error:
+            sys.exit(f"{error.render()}. Nothing was measured.")
 
 
 def package_at(directory: Path | None) -> Any:

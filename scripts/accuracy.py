@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from attnsweep import Run, Status, Trial
+from attnsweep.specs.model import PLAIN_READ
 
 # As attnsweep gives them: what each is of, for the head of the table.
 MEASURES = {
@@ -53,6 +54,7 @@ def summary(runs: Iterable[Run]) -> dict[str, Any]:
             t
             for t in run.trials
             if t.status in (Status.OK, Status.NOISY) and t.accuracy and t.accuracy.shares
+            if t.provider != PLAIN_READ  # which computes nothing
         ]
         if rows:
             read.append(f"{run.directory.parent.name}/{run.directory.name}")

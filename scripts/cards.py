@@ -11,6 +11,8 @@ from typing import Any
 from counts import baselines_beside, mean_ratio
 from records import OURS, Book
 
+from attnsweep.specs.model import PLAIN_READ
+
 FIRST = ("h100-80gb-hbm3", "h200")  # the order of cards; others follow by name
 FA3 = "flash_attn_3"
 TIMED = ("ok", "noisy")
@@ -119,7 +121,7 @@ class Recordings:
 
     def _records(self, name: str) -> list[Record]:
         book, protocol = self.book, self.book.protocol(name)
-        every = {row.provider for row in book.rows(name)} - {OURS}
+        every = {row.provider for row in book.rows(name)} - {OURS, PLAIN_READ}
         found = baselines_beside(book, [name], self._specs[name].get("kernel"), sorted(every))
         found = [record for record in found if record["baselines"]]
         against = book.against(name, FA3) if any(FA3 in r["baselines"] for r in found) else {}

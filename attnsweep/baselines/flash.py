@@ -202,7 +202,8 @@ def has_wide_values(module: str) -> bool:
     """
     if module != FLASH_3[0] or not importable("flash_attn_config"):
         return False
-    flags = importlib.import_module("flash_attn_config").CONFIG["build_flags"]
+    config = getattr(importlib.import_module("flash_attn_config"), "CONFIG", {})
+    flags = config.get("build_flags", {})
     off = [flag for name, flag in flags.items() if name.endswith("DISABLE_HDIMDIFF64")]
     return off == [False]
 

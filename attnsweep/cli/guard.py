@@ -112,6 +112,11 @@ def check(
     from attnsweep.sweep import check_cards
 
     calls = old is not None and new is not None
+    if not calls and (old or new):
+        raise SpecError(
+            f"check compares --old with --new, and {'--new' if old else '--old'} is missing",
+            hint="attnsweep check --old FILE.py@REV:F --new FILE.py:F SHAPE",
+        )
     compiles = mode is Mode.COMPILE
     if compiles:
         idle = ("slower", "other_driver", "gpus", "wait", *["arch"] * (not calls))
@@ -123,7 +128,7 @@ def check(
         refuse_idle(context, idle, "with --old and --new, which time two callables")
         shapes = read_shapes(subject, dtype=read_dtype(dtype, "--dtype"), causal=causal)
     else:
-        refuse_idle(context, ("old", "new", "config", "causal", "dtype"), "without --old and --new")
+        refuse_idle(context, ("config", "causal", "dtype"), "without --old and --new")
     if not calls and (recorded == (against is not None) or len(subject) != 1 + recorded):
         raise SpecError(
             "check needs either a spec and --against RUN, or --recorded and two runs",

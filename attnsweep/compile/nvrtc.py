@@ -11,6 +11,7 @@ import hashlib
 import heapq
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -46,6 +47,20 @@ _HEADERS_OF = {
 # Headers of the standard library, whose names in CCCL are others.
 _OF_C = re.compile(r"(ctype|errno|inttypes|stdio|stdlib|string|time)\.h")
 _OF_CPP = re.compile(r"[a-z]\w*")
+
+
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def cores() -> int:
+    """How many cores this process may use: a container or a scheduler may give it few of many."""
+    count = os.cpu_count() or 1
+    if sys.platform == "linux":
+        count = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # `max 100000` is no limit
+        quota, period = _QUOTA.read_text(encoding="ascii").split()
+        count = min(count, math.ceil(int(quota) / int(period)))
+    return max(1, count)
 
 
 def default_cache_dir() -> Path:
@@ -180,9 +195,9 @@ class _Waiting(NamedTuple):
 class Compiler:
     """Compiles stages for one architecture. Processes may share a cache.
 
-    threads: concurrent NVRTC programs; NVRTC releases the GIL, so they scale with cores. after:
-    called in the same thread with each Cubin, before it is handed out. templates: whether it gets
-    any; one for calls alone needs no NVRTC.
+    threads: concurrent NVRTC programs (default: cores), which scale, since NVRTC releases the GIL.
+    after: called in the same thread with each Cubin, before it is handed out. templates: whether it
+    gets any; one for calls alone needs no NVRTC.
     """
 
     def __init__(
@@ -198,7 +213,7 @@ class Compiler:
             check_toolchain(arch)
         self.arch = arch
         self.cache_dir = cache_dir or default_cache_dir()
-        self.threads = threads or os.cpu_count() or 1
+        self.threads = threads or cores()
         self._pool = ThreadPoolExecutor(self.threads, "nvrtc", _step_back)
         self._futures: dict[str, Future[Cubin]] = {}
         self._turns: dict[str, int] = {}

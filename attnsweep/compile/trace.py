@@ -28,7 +28,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from attnsweep.compile.nvrtc import Cubin, default_cache_dir, unwritable
+from attnsweep.compile.nvrtc import Cubin, cores, default_cache_dir, unwritable
 from attnsweep.core.callables import Asked
 from attnsweep.core.cases import Case
 from attnsweep.core.errors import CompileError, CompilerLost, KernelError
@@ -91,7 +91,7 @@ class Tracer:
     ) -> None:
         self.call, self.arch, self._interpreted = call, arch, interpreted
         self._cache_dir = (cache_dir or default_cache_dir()) / "traced" / arch.name
-        self._jobs = jobs or os.cpu_count() or 1
+        self._jobs = jobs or cores()
         self.versions = _versions(call)
         """Versions of PyTorch and Triton, and variables that change what Triton compiles."""
         self._process: Any = None
@@ -265,7 +265,9 @@ class Tracer:
                 made = self._read(entry)
                 if made is None:
                     raise CompileError("what was compiled cannot be read again", log=str(entry))
-                done.set_result(made)
+                # What was faster may be there without the cases that were asked for here.
+                own = _cases(found)
+                done.set_result(made if own is None else replace(made, cases=own))
             except BaseException as error:
                 done.set_exception(error)
             finally:

@@ -96,12 +96,14 @@ def _of_file(path: Path) -> ModuleType:
     """The module of a file, which finds other files of its directory."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or not path.is_file():
-        raise FileNotFoundError(f"{path} is not there")
+        where = "" if path.is_absolute() else f" in {os.getcwd()}, where calls are looked for"
+        raise FileNotFoundError(f"{path} is not there{where}")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.resolve().parent))  # it may import them when it is called, too
     sys.modules[path.stem] = module  # where decorators of kernels look for their source
     # Bytecode that Python keeps is stale if a file of the same length was edited within a second.
-    exec(compile(path.read_bytes(), str(spec.origin), "exec"), vars(module))
+    code = compile(path.read_bytes(), str(spec.origin), "exec", dont_inherit=True)
+    exec(code, vars(module))
     return module
 
 

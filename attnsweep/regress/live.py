@@ -134,7 +134,7 @@ def check(
         try:
             here = gpu.describe()
         except NoGpuError as error:
-            raise not_compared(error) from error
+            raise not_compared(error, _RUNS) from error
         arch = arch_of(spec, here)
         with budget.paused():
             locks.enter_context(held(here.uuid, here.gpu, wait=wait, say=observer.note))
@@ -159,10 +159,13 @@ def refuse_replay(spec: SweepSpec) -> None:
         )
 
 
-def not_compared(error: NoGpuError) -> NoGpuError:
-    """The error with what works without a GPU."""
+_RUNS = "and attnsweep check --recorded OLD NEW compares two runs"
+
+
+def not_compared(error: NoGpuError, *more: str) -> NoGpuError:
+    """The error with what works without a GPU. more: lines on that."""
     lines = [error.hint] if error.hint else []
-    lines.append("without a GPU, attnsweep check --recorded OLD NEW compares two runs")
+    lines += ["without a GPU, --mode compile compares the machine code of both sides", *more]
     what = f"{error.what}. Nothing was compared."
     return NoGpuError(what, where=error.where, hint="\n  ".join(lines))
 

@@ -146,7 +146,10 @@ def flash_attn_with_kvcache(
     numbers: tuple[Any, ...] | None = None
     in_parts = None
     if scheduler_metadata is not None and qv is None:
-        _check_schedule(scheduler_metadata)
+        kind = type(scheduler_metadata)
+        if kind is not ScheduleMetadata:
+            own = "scheduler_metadata is what get_scheduler_metadata of attnsweep returned"
+            raise TypeError(f"{own}, not {kind.__name__}")
     if (
         k is v is rotary_cos is rotary_sin is rotary_seqlens is q_descale is cache_batch_idx is None
         and cache_leftpad is cu_seqlens_q is cu_seqlens_k_new is None
@@ -387,12 +390,6 @@ def get_scheduler_metadata(
     left = -1 if window_size[0] is None or window_size[0] < 0 else int(window_size[0])
     of = (index, batch_size, max_seqlen_q, num_heads_q, num_heads_kv, left)
     return ScheduleMetadata(runs, config.label, of)
-
-
-def _check_schedule(metadata: Any) -> None:
-    if type(metadata) is not ScheduleMetadata:
-        own = "scheduler_metadata is what get_scheduler_metadata of attnsweep returned"
-        raise TypeError(f"{own}, not {type(metadata).__name__}")
 
 
 def _fits(metadata: ScheduleMetadata, call: Arguments) -> None:

@@ -293,7 +293,8 @@ def _families_for(
     """The families for one problem: those asked for, or of the first spec that has one for it."""
     for name in asked:
         if name not in families:
-            raise KernelError(f"unknown kernel {name!r}", hint=nearest(name, families))
+            call = f"name its function, {name}:FUNCTION" if name.endswith(".py") else None
+            raise KernelError(f"unknown kernel {name!r}", hint=call or nearest(name, families))
     groups = [asked] if asked else [_on_every_problem(spec) for spec in sources]
     refused: dict[str, str] = {}
     for names in groups:

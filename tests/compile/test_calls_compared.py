@@ -13,6 +13,7 @@ from sweeping import use_gpu
 
 import attnsweep as package
 from attnsweep.bench.gpu import WorkerError
+from attnsweep.core.errors import NoGpuError
 from attnsweep.core.trial import Status
 
 missing = [name for name in ("torch", "triton", "git") if not (importlib.util.find_spec(name) or shutil.which(name))]
@@ -51,6 +52,14 @@ def compared(place, attnsweep, monkeypatch):
         return attnsweep("check", *(arguments or [*sides, *ASKED])), gpu
 
     return compared
+
+
+def test_without_a_gpu_it_says_what_compares_functions_there(attnsweep, place, monkeypatch):
+    use_gpu(monkeypatch, FakeGpu({}, environment=NoGpuError("no CUDA GPU found")))
+    done = attnsweep("check", "--old", "tuned.py@HEAD:plain", "--new", "tuned.py:plain", *ASKED)
+    assert done.returncode == 3
+    assert "--mode compile compares the machine code" in done.stderr
+    assert "--recorded" not in done.stderr
 
 
 SLOWER = ("range(D)", "range(D // 2)")  # other machine code, whatever it computes

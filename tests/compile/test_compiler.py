@@ -7,6 +7,7 @@ from multiprocessing import get_context
 
 import pytest
 
+from attnsweep.compile import nvrtc
 from attnsweep.compile.nvrtc import LATER, NOW, SOON, Compiler, installed_headers, nvrtc_version, source_closure
 from attnsweep.core.errors import CompileError, ToolchainError
 from attnsweep.core.hardware import ARCHS, Arch
@@ -178,6 +179,16 @@ def test_processes_share_one_cache(source, tmp_path):
         digests = list(pool.map(_compile_in_process, [(source, tmp_path / "cache")] * 4))
     assert all(found == digests[0] for found in digests)
     assert not list((tmp_path / "cache").rglob(".new-*"))
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 3), ("150000 100000", 2), ("50000 100000", 1), ("", 3)])
+def test_as_many_are_compiled_at_once_as_this_process_has_cores(tmp_path, monkeypatch, quota, cores):
+    """Not as many as the machine has: what is likely to come would hold up what is asked for."""
+    (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr(nvrtc, "_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(nvrtc.os, "sched_getaffinity", lambda _: {1, 5, 8}, raising=False)
+    monkeypatch.setattr(nvrtc.sys, "platform", "linux")
+    assert Compiler(ARCHS["sm_90a"], tmp_path / "cache").threads == cores
 
 
 def test_the_same_stage_is_compiled_once(source, tmp_path):

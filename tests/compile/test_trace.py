@@ -103,6 +103,12 @@ def test_small_cases_are_found_when_they_are_needed_without_compiling_again(trac
     assert tracer.submit(problem, values, cases=False).result().cases == whole.cases, "kept"
 
 
+def test_small_cases_that_are_asked_for_meanwhile_are_there(tracers):
+    tracer, problem, values = tracers.of("tuned.py:attention"), Problem(1, 2, 2, 768, 768, 16, "bf16"), {"BLOCK": 32}
+    _, whole = (tracer.submit(problem, values, cases=cases) for cases in (False, True))
+    assert whole.result().cases
+
+
 def test_a_kernel_that_a_call_launches_twice_has_its_registers_twice(place, tracers):
     own = "    copied.fn[grid](q, out, problem.seqlen_q, D=problem.head_dim, BLOCK=BLOCK, **launch)\n"
     text = LAUNCHERS.read_text()
@@ -222,7 +228,11 @@ def test_a_parameter_that_nobody_takes(tracers):
 
 
 @pytest.mark.parametrize(
-    ("call", "says"), [("tuned.py:missing", "has no attribute 'missing'"), ("absent.py:f", "absent.py is not there")]
+    ("call", "says"),
+    [
+        ("tuned.py:missing", "has no attribute 'missing'"),
+        ("absent.py:f", r"absent.py is not there in /.*, where calls are looked for"),
+    ],
 )
 def test_what_cannot_be_imported_is_one_sentence(place, call, says):
     with pytest.raises(KernelError, match=says):

@@ -151,6 +151,8 @@ def test_verbose_prints_a_line_for_each_candidate(attnsweep, spec, fake_nvrtc):
         ("report RUN --csv - --markdown -", "only one of"),
         ("check --recorded RUN RUN --kernels . --budget-s 0", "--budget-s and --kernels do nothing with --recorded"),
         ("check --recorded RUN RUN --json --markdown -", "only one of --markdown - and --json"),
+        ("check --old a.py:f 1,2,64,64", "check compares --old with --new, and --new is missing"),
+        ("check quickstart --against RUN --new a.py:f", "and --old is missing"),
         ("run quickstart --dry-run --resume --wait", "--resume and --wait do nothing with --dry"),
         ("run quickstart --fresh", "--fresh does nothing here: a replay keeps no rows"),
         ("compile quickstart --json --all", "--all does nothing with --json"),

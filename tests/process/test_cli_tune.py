@@ -208,6 +208,7 @@ def test_a_replay_says_that_it_is_recorded(attnsweep, tmp_path):
          "  (4,32,4096,64) bf16 causal (--dtype bf16 --causal)\n  (1,16,1024,64) fp16 full\n"]),
         (("1,2,64,64", "--kernel", "flash_fwd_wgmma", "--dry-run", "--arch", "sm_80"),
          ["flash_fwd_wgmma: needs sm_90a", "naive", "--kernel"]),
+        (("1,2,64,64", "--kernel", "attend.py", "--dry-run", "--arch", "sm_80"), ["attend.py:FUNCTION"]),
     ],
     ids=lambda value: " ".join(value)[:40],
 )  # fmt: skip

@@ -527,7 +527,11 @@ def test_a_call_goes_on_where_the_last_one_stopped(reach, constants):
 
 
 def test_options_say_which_parts_there_are(reach, monkeypatch, capsys):
-    for words, said in ((["hot"], "no part hot: one of cold, warm"), (["cold"], "--out is missing")):
+    for words, said in (
+        (["hot"], "no part hot: one of cold, warm"),
+        (["cold"], "--out is missing"),
+        (["cold", "--plan", "--only", "mine"], "no case of cold holds 'mine': there are attend.py:attention"),
+    ):
         monkeypatch.setattr(sys, "argv", ["calls_reach.py", *words])
         with pytest.raises(SystemExit):
             reach.main()

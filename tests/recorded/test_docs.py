@@ -274,6 +274,7 @@ def test_a_page_has_the_largest_share_of_each_limit(used):
         a_baseline("torch_math", row=1.5, rms=1.25),
         a_baseline("cudnn", Status.NOISY, row=0.5),
         a_baseline("unfused", Status.SKIPPED, row=0.5),
+        a_baseline("plain_read", row=900.0),  # it computes nothing
     ]
     accuracy = importlib.import_module("accuracy")
     found = accuracy.summary([full_run(Path("results/h200/x"), trials=rows)])

@@ -82,6 +82,13 @@ def test_a_changed_file_has_another_digest_and_a_missing_one_none(mine):
     assert source_digest("no_such_module:f") is None
 
 
+def test_annotations_of_a_file_are_what_they_say_and_no_text(tmp_path):
+    """Compilers of kernels ask for them: which parameters are constants."""
+    (tmp_path / "mine_annotated.py").write_text("def f(q: int):\n    pass\n")
+    _, function = imported(str(tmp_path / "mine_annotated.py:f"))
+    assert function.__annotations__ == {"q": int}
+
+
 @pytest.mark.parametrize("record", [b"caf\xe9.py,,\n", b'"' + b"a" * 200_000 + b'.py",,\n'], ids=["bytes", "long"])
 def test_a_list_of_installed_files_that_cannot_be_read_ends_nothing(tmp_path, monkeypatch, record):
     (tmp_path / "odd-1.0.dist-info").mkdir()

@@ -241,13 +241,22 @@ def test_flash_attention_3_takes_padded_problems_as_caches_that_are_filled_in_pa
 
 
 @pytest.mark.parametrize("name", ["flash_attn_3", "flash_attn_3_ready"])
-@pytest.mark.parametrize("flags", [None, {}, {"FLASH_ATTENTION_DISABLE_HDIMDIFF64": True}])
-def test_a_flash_attention_3_without_the_kernel_of_latent_keys_is_not_timed(torch, monkeypatch, name, flags):
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,
+        {},
+        {"CONFIG": {}},
+        {"CONFIG": {"build_flags": {}}},
+        {"CONFIG": {"build_flags": {"FLASH_ATTENTION_DISABLE_HDIMDIFF64": True}}},
+    ],
+)
+def test_a_flash_attention_3_without_the_kernel_of_latent_keys_is_not_timed(torch, monkeypatch, name, config):
     """It takes the call, and computes 64 of 512 columns: an output that is wrong, faster than light."""
     installed(monkeypatch, Attention("flash_attn_interface"))
     monkeypatch.delitem(sys.modules, "flash_attn_config", raising=False)
-    if flags is not None:
-        monkeypatch.setitem(sys.modules, "flash_attn_config", SimpleNamespace(CONFIG={"build_flags": flags}))
+    if config is not None:
+        monkeypatch.setitem(sys.modules, "flash_attn_config", SimpleNamespace(**config))
     problem = Problem.parse("(4,16/1,1x150,576/512) bf16 causal paged(64) value_in_key")
     with pytest.raises(Unavailable, match="no head_dim 64 beside values of 512, and so reads no qv"):
         BACKENDS[name].ways(torch, problem, Session([0.0]))

@@ -93,6 +93,14 @@ def test_cards_have_an_order_and_only_what_is_recorded(results):
     assert cards(results, SPECS, known)[1].book is known
 
 
+def test_a_plain_read_is_no_baseline_of_a_table(tmp_path):
+    rows = [row("attnsweep", 512, 10.0), row("plain_read", 512, 9.0, error=1.0), row("cudnn", 512, 12.0)]
+    record(tmp_path, "h200", "ladder", rows)
+    (card,) = cards(tmp_path, SPECS)
+    (found,) = card.tables["ladder"]
+    assert [*found["baselines"]] == ["cudnn"]
+
+
 def test_losses_and_lower_bounds_stay_in_the_means(results):
     h100, h200 = cards(results, SPECS)
     each, pooled = h100.means

@@ -284,7 +284,7 @@ def test_a_kernel_that_is_not_there_any_more(check, families, tmp_path):
         (lambda baseline, spec, _: edit(spec, "check:", f"device: replay\nrecording: {baseline}\ncheck:"), 2,
          ["replays a recording"]),
         (lambda _, __, card: setattr(card, "environment", NoGpuError("no CUDA GPU found")), 3,
-         ["Nothing was compared", "--recorded OLD NEW"]),
+         ["Nothing was compared", "--mode compile", "--recorded OLD NEW"]),
     ],
     ids=["no run", "a spec that replays", "no GPU"],
 )  # fmt: skip
