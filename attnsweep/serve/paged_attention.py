@@ -148,8 +148,8 @@ def flash_attn_with_kvcache(
     if scheduler_metadata is not None and qv is None:
         kind = type(scheduler_metadata)
         if kind is not ScheduleMetadata:
-            wanted = "what get_scheduler_metadata of attnsweep returned"
-            raise TypeError(f"scheduler_metadata is {wanted}, not {kind.__name__}")
+            what = "scheduler_metadata is what get_scheduler_metadata of attnsweep returned"
+            raise TypeError(f"{what}, not {kind.__name__}")
     if (
         k is v is rotary_cos is rotary_sin is rotary_seqlens is q_descale is cache_batch_idx is None
         and cache_leftpad is cu_seqlens_q is cu_seqlens_k_new is None
