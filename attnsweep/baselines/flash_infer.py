@@ -1,8 +1,8 @@
 """FlashInfer's decoding from a paged cache: its own kernels, and XQA, which it brings.
 
-Both compile for a call's dtypes, head_dim and page size when they are first called: they need nvcc
-and ninja, and minutes, whose results they keep. Of scales of an E4M3 cache they take one number,
-not one of each request and head: the queries take k's, and the output v's, and neither is timed.
+Both are compiled, for minutes and by nvcc and ninja, at their first call with a dtype, a head_dim
+and a page size; FlashInfer keeps the result. They take one scale for a whole E4M3 cache. So the
+scales of each request and head are multiplied into the queries and the output, which is not timed.
 """
 
 from __future__ import annotations

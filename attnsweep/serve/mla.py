@@ -48,8 +48,8 @@ _NAMES = (
     *(_WORKSPACES := ("partial", "partial_lse", "counters")),
 )
 _PLANNED = ("shares", "first_slot")
-# Up to so many parts of a request, in the mean, the last block to end joins them, which saves a
-# launch. The combine stage has many blocks to read more.
+# Where requests have so many parts at most, in the mean, the last block of each joins its parts:
+# one launch fewer. More parts are read sooner by the many blocks of the combine stage.
 _JOINED = 4
 _empty_like = torch.empty_like
 is_compiling = torch.compiler.is_compiling
@@ -99,7 +99,7 @@ class _Served(NamedTuple):
 
 
 _known: KnownCalls[_Served] = KnownCalls()
-# Of calls with qv, and whether q lies behind qv in rows of one tensor.
+# The same of calls with qv, and whether q and qv are parts of the same rows.
 _known_in_parts: KnownCalls[tuple[_Served, bool]] = KnownCalls()
 
 

@@ -42,7 +42,7 @@ class Candidates:
         self.builds: list[Build] = []
         """The current batch."""
         self._likely: list[Build] = []
-        """Of the next one, as things stand: as many as there are threads with nothing to do."""
+        """The start of the next batch, as the searches expect it, to keep idle threads busy."""
         self._searches = [(space, search_of(spec, space)) for space in item.spaces]
         self.compiler, self.limit = compiler, limit
         self._budget_s = spec.search.budget_s

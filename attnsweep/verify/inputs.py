@@ -145,10 +145,10 @@ def _qkv(case: Case, seed: int, windows: bool | None) -> Mapping[str, Tensor]:
 
 
 def _is_sparse(case: Case) -> bool:
-    """Whether so many values would be drawn that few of them can be of keys in a cache.
+    """Whether a case's items, as long as the longest, have far more keys than its cache holds.
 
-    All items have the longest one's keys here: 2.4e9 values of (128,16/1,1x32768,576/512) were
-    drawn for 160,000 keys, and no candidate was met in 58 s.
+    For (128,16/1,1x32768,576/512) 2.4e9 values were drawn where a cache held 160,000 keys, and no
+    candidate was tried in 58 s.
     """
     hard = case.inputs in _TIMES
     return math.prod(case.problem.shape_of("k")) > _MANY and (hard or case.inputs == "normal")
