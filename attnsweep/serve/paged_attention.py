@@ -137,9 +137,10 @@ def flash_attn_with_kvcache(
     (output, lse) with lse (batch, heads, seqlen_q). Raises NotImplementedError for what
     FlashAttention-3 does beside: rotary embeddings, FP8 queries, chunks, and k and v beside qv.
 
-    qv: (batch, seqlen_q, heads, head_dim_v), of one key head whose v_cache has so many columns:
-    v_cache has keys of it too, and the scores are softmax_scale * (q k + qv v). By default that is
-    of both head_dims together. With qv, scheduler_metadata is what mla_plan returned.
+    qv: (batch, seqlen_q, heads, head_dim_v), where there is one key head and v_cache has head_dim_v
+    columns. The rows of v_cache are then keys too: scores are softmax_scale * (q k + qv v), and the
+    default scale is that of both head_dims together. With qv, scheduler_metadata is what mla_plan
+    returned.
     """
     table = page_table if block_table is None else block_table
     given = (q, k_cache, v_cache, table, cache_seqlens, k_descale, v_descale, sinks, out)

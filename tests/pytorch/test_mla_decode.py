@@ -282,9 +282,12 @@ def test_an_address_that_the_kernel_cannot_take_is_answered_by_others(card):
     assert torch.isfinite(out).all()
 
 
-@pytest.mark.parametrize(("sms", "stages"), [(132, ["fwd", "combine"]), (16, ["fwd"])])
-def test_a_planned_call_is_one_launch_where_its_requests_have_few_parts(card, monkeypatch, sms, stages):
+@pytest.mark.parametrize(
+    ("joined", "sms", "stages"), [(0, 16, ["fwd", "combine"]), (4, 132, ["fwd", "combine"]), (4, 16, ["fwd"])]
+)
+def test_a_planned_call_is_one_launch_where_its_requests_have_few_parts(card, monkeypatch, joined, sms, stages):
     bound = []
+    monkeypatch.setattr(mla, "_JOINED", joined)
     monkeypatch.setattr(mla, "arch_of", lambda _: replace(ARCHS["sm_90a"], sm_count=sms))
     monkeypatch.setattr(mla, "bound", lambda kernels, *_: bound.extend(kernels) or card)
     given = arguments()[1]
@@ -296,6 +299,7 @@ def test_a_planned_call_is_one_launch_where_its_requests_have_few_parts(card, mo
 
 def test_workspaces_are_kept_for_each_stream_and_each_capture(card, monkeypatch):
     """Counters are 0 when a call begins, so that no two calls that may overlap have the same ones."""
+    monkeypatch.setattr(mla, "_JOINED", 4)
     monkeypatch.setattr(mla, "arch_of", lambda _: replace(ARCHS["sm_90a"], sm_count=16))
     given, capture = arguments()[1], [0]
     given[0] = given[0].contiguous()
