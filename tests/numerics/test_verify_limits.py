@@ -255,6 +255,19 @@ def test_limits_of_few_draws_are_no_larger_and_those_of_all_are_the_limits(dtype
     assert rows[0] < rows[-1] == verify_limits.limits(case, 1).row
 
 
+@pytest.mark.parametrize("rounds_scores", [0, 1])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_limits_of_a_query_beside_many_keys_admit_others_and_draw_keys_once(dtype, rounds_scores):
+    case = Case(Problem(2, 8, 2, 1, 1024, 64, dtype))
+    assert len([*verify_limits.each_draw(case, rounds_scores)]) == 1  # 32 before, for 8 rows each
+    limits, ways = verify_limits.limits(case, rounds_scores), [verify_rounded.ForwardMaths(True, rounds_scores)]
+    for seed in range(60):
+        drawn = verify_inputs.make_inputs(case, seed)
+        exact, out = verify_rounded.references(drawn, case.problem, np.arange(1), [verify_rounded.EXACT, *ways])
+        shares = measures.measures(out, exact, dtype).shares(limits)
+        assert max(shares.values()) < 0.95, (seed, shares)
+
+
 @pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("inputs", ["far_below", "far_above", "large_scores"])
