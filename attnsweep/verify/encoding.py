@@ -59,6 +59,8 @@ class Windows:
 
 
 Tensor = Bits | Windows
+# Values that are rounded at a time, in threads: their temporaries stay in the cache.
+_PART = 2**18
 
 
 def round_to(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
@@ -75,18 +77,31 @@ def to_bits(values: npt.NDArray[Any], dtype: str) -> Bits:
     What e4m3 cannot hold becomes its largest number, as cuda_fp8.h's conversion has it.
     """
     single = np.ascontiguousarray(values, np.float32)
+    if dtype == "fp32":
+        return single.view(np.uint32)
+    if single.size <= _PART:
+        return _rounded(single, dtype)
+    flat = single.reshape(-1)
+    made = np.empty(flat.size, _rounded(flat[:1], dtype).dtype)
+
+    def one(begin: int) -> None:
+        made[begin : begin + _PART] = _rounded(flat[begin : begin + _PART], dtype)
+
+    parallel(one, range(0, flat.size, _PART))
+    return made.reshape(single.shape)
+
+
+def _rounded(single: npt.NDArray[np.float32], dtype: str) -> Bits:
+    """The storage of few values, none of which are in fp32."""
+    bits = single.view(np.uint32)
     if FORMATS[dtype].storage == "E4M3":
         # Rounding to so few bits asks of the lower half of a float32 only whether it is 0, so that
         # one look-up does for ten passes over the numbers.
-        bits = single.view(np.uint32)
         more = (bits & np.uint32(0xFFFF)) != 0
         coded: Bits = _CODES[bits >> np.uint32(15) & ~np.uint32(1) | more]
         return coded
     if dtype == "fp16":
         return single.astype(np.float16).view(np.uint16)
-    bits = single.view(np.uint32)
-    if dtype == "fp32":
-        return bits
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     # Rounding would carry a NaN's payload into the sign, so NaNs are written as such.
     return np.where(np.isnan(single), np.uint32(0x7FC0), rounded).astype(np.uint16)
