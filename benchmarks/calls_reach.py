@@ -44,7 +44,7 @@ from attnsweep.api import plan
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.bench.worker import Worker
 from attnsweep.choose.search import DEFAULT_STRATEGY
-from attnsweep.compile.builds import build_of
+from attnsweep.compile.calls import build_of
 from attnsweep.compile.launches import CallPlan, Candidate
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.hardware import arch_named

@@ -17,8 +17,7 @@ from rich.console import Console
 import attnsweep
 from attnsweep import Family, Status, Trial, load_spec, open_run
 from attnsweep.bench.worker import Worker
-from attnsweep.compile.builds import build_of, builds_of
-from attnsweep.compile.calls import tracers_of, with_calls
+from attnsweep.compile.calls import build_of, builds_of, tracers_of, with_calls
 from attnsweep.compile.candidate import Build, compiled_row, workspace_limit
 from attnsweep.compile.cubin import compiler_for
 from attnsweep.compile.nvrtc import Compiler

@@ -12,8 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from attnsweep.bench.worker import Worker
-from attnsweep.compile.builds import build_of
-from attnsweep.compile.calls import configs_of, tracers_of
+from attnsweep.compile.calls import build_of, configs_of, tracers_of
 from attnsweep.compile.cubin import compiler_for
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.callables import CALLABLE, Asked

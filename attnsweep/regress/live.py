@@ -18,7 +18,7 @@ from typing import Any
 
 from attnsweep.bench.gpu import Gpu, WorkerError
 from attnsweep.bench.worker import Worker
-from attnsweep.compile.builds import build_of
+from attnsweep.compile.calls import build_of
 from attnsweep.compile.candidate import Build, compiled_candidate, workspace_limit
 from attnsweep.compile.cubin import compiler_for
 from attnsweep.compile.launches import Candidate, LaunchPlan, Plan

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from attnsweep.compile.advice import spilling, unused_parameters
-from attnsweep.compile.builds import builds_of
-from attnsweep.compile.calls import tracers_of, with_calls
+from attnsweep.compile.calls import builds_of, tracers_of, with_calls
 from attnsweep.compile.candidate import Build, as_ready, compiled_row, workspace_limit
 from attnsweep.compile.cubin import compiler_for
 from attnsweep.compile.nvrtc import Compiler

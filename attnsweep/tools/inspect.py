@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.choose.ranking import rank, winners
-from attnsweep.compile.builds import build_of
-from attnsweep.compile.calls import configs_with, machine_code
+from attnsweep.compile.calls import build_of, configs_with, machine_code
 from attnsweep.compile.cubin import resources, with_instructions
 from attnsweep.compile.nvrtc import Compiler, nvrtc_version
 from attnsweep.compile.trace import Tracers

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from attnsweep.choose.columns import chosen_by
 from attnsweep.choose.ranking import rank
-from attnsweep.compile.builds import build_of
+from attnsweep.compile.calls import build_of
 from attnsweep.compile.launches import Candidate, LaunchPlan
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core import cases
