@@ -252,9 +252,8 @@ class Tasks:
         from attnsweep.regress import live  # brings pandas, which a sweep does without
 
         here, problem = self._here, Problem.of(message["problem"])
-        elsewhere = live.elsewhere_of(baseline, here, other_driver=message["other_driver"])
-        of_run = self._spec, baseline, [problem], self.compiler, here, elsewhere
-        pairs = live.pairs_of(*of_run, message["slower"])
+        how = {"slower": message["slower"], "other_driver": message["other_driver"]}
+        pairs = live.Winners.of(self._spec, baseline, **how).pairs(self.compiler, here, [problem])
         (finding,) = live.Gate(self._spec, gpu, observer, budget).run(pairs)
         self._pipe.tell("done", finding=finding.to_json())
 
