@@ -194,11 +194,8 @@ def plain_read(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     Nothing is converted: what unused slots hold is not read.
     """
     used, defines = pages_read(problem)
-    compiler = Compiler(arch_named(session.gpu.arch), threads=1)
-    try:
+    with Compiler(arch_named(session.gpu.arch), threads=1) as compiler:
         cubin = compiler.compile(Path(__file__).with_name("plain_read.cu"), defines)
-    finally:
-        compiler.close()
     function = session.kernel(str(cubin.path), "plain_read")
     listed = torch.from_numpy(used).cuda()
     (output,) = problem.outputs

@@ -16,6 +16,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -55,23 +56,16 @@ def source_of(name: str) -> bytes | None:
     """
     importlib.invalidate_caches()
     file, _, _ = Asked.of(name).call.rpartition(":")
-    with suppress(ImportError, AttributeError, LookupError, ValueError, OSError), _from_here():
+    with suppress(ImportError, StopIteration, ValueError, OSError), _from_here():
         if not file.endswith(".py"):
-            parts, places = file.split("."), None
-            for end, part in enumerate(parts, 1):
-                of_package = (".".join(parts[:end]), places)
-                every = (finder.find_spec(*of_package) for finder in sys.meta_path)
-                spec, without_init = None, False
-                with suppress(KeyError):  # without __init__, in a package that is not imported
-                    without_init = True
-                    spec = next(filter(None, every), None)
-                    without_init = spec is not None and spec.origin is None
-                file, inside = getattr(spec, "origin", None) or "", None
-                if without_init:
-                    inside = [os.path.join(at, part) for at in places or sys.path]
-                elif spec is not None:
-                    inside = spec.submodule_search_locations
-                places = inside or ()
+            first, *rest = file.split(".")
+            spec: Any = next(filter(None, (each.find_spec(first, None) for each in sys.meta_path)))
+            if rest:
+                inside = [
+                    os.path.join(at, *rest[:-1]) for at in spec.submodule_search_locations or ()
+                ]
+                spec = PathFinder.find_spec(rest[-1], inside)
+            file = getattr(spec, "origin", None) or ""
         return Path(file).read_bytes()
     return None
 

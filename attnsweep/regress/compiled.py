@@ -71,11 +71,9 @@ def check_code(
         here = card.model_copy(update={"nvrtc": ".".join(map(str, nvrtc_version()))})
     else:
         compiler = Compiler(arch, cache_dir, templates=False)
-    try:
+    with compiler:
         pairs, covers = sides.pairs(compiler, here), sides.covers(compiler)
         findings = _findings(pairs, spec, budget, observer or Observer(), tell)
-    finally:
-        compiler.close()
     said = f"{DOES_NOT_PROVE} {covers.removesuffix(',')}." if covers else DOES_NOT_PROVE
     proves = PROVES.format(compiler.arch.name)
     facts = {"slower": None, "proves": proves, "does_not_prove": said}

@@ -181,12 +181,9 @@ def check(
             raise not_compared(error, sides) from error
         with budget.paused():
             locks.enter_context(held(here.uuid, here.gpu, wait=wait, say=observer.note))
-        compiler = compiler_for(spec, arch_of(spec, here), cache_dir)
-        try:
+        with compiler_for(spec, arch_of(spec, here), cache_dir) as compiler:
             pairs, covers = sides.pairs(compiler, here), sides.covers(compiler)
             findings = Gate(spec, gpu, observer, budget).run(pairs, tell)
-        finally:
-            compiler.close()
     return sides.timed(findings, budget, here, covers)
 
 

@@ -69,8 +69,7 @@ def check(
             here = engine.first()
         except NoGpuError as error:
             raise not_compared(error, sides) from error
-        compiler = compiler_for(spec, arch_of(spec, here), cache_dir)
-        at_end.callback(compiler.close)
+        compiler = at_end.enter_context(compiler_for(spec, arch_of(spec, here), cache_dir))
         place = Path(at_end.enter_context(tempfile.TemporaryDirectory(prefix="attnsweep-")))
         (place / SPEC).write_text(spec.resolved(place), encoding="utf-8")
         job = Checks(sides, here, place / SPEC, budget, observer, tell)

@@ -45,11 +45,8 @@ def compile_all(
     Interrupted for Ctrl-C.
     """
     observer = observer or Observer()
-    compiler = compiler_for(spec, arch, cache_dir)
-    try:
+    with compiler_for(spec, arch, cache_dir) as compiler:
         return _compiled(with_calls(spec, tracers_of(compiler)), compiler, limit, observer)
-    finally:
-        compiler.close()
 
 
 def _compiled(

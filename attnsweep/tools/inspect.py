@@ -73,8 +73,7 @@ def inspect(
             hint="choose another with --problem or --arch",
         )
     config = config_of(kernel, given, problem, arch)
-    compiler = Compiler(arch)
-    try:
+    with Compiler(arch) as compiler:
         build = build_of(kernel, config, problem, compiler)
         build.submit()
         cubins = build.cubins()
@@ -84,8 +83,6 @@ def inspect(
             used = with_instructions(used, cubins, build.launches)
         except ToolchainError as error:
             uncounted = error.render()
-    finally:
-        compiler.close()
     sms = card.sm_count if card else 0
     stages = {}
     for name, stage in used.stages.items():
