@@ -8,7 +8,7 @@ register more, decide nothing: `changed`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +62,7 @@ def check_code(
     ToolchainError.
     """
     spec, budget, here = sides.spec, sides.budget(budget_s), None
+    observer, findings = observer or Observer(), list[Finding]()
     if isinstance(sides, Winners):
         card = environment_of(sides.baseline)
         if spec.arch not in (None, card.arch):
@@ -73,32 +74,19 @@ def check_code(
         compiler = Compiler(arch, cache_dir, templates=False)
     with compiler:
         pairs, covers = sides.pairs(compiler, here), sides.covers(compiler)
-        findings = _findings(pairs, spec, budget, observer or Observer(), tell)
+        for pair in pairs:
+            begin_s = budget.spent_s
+            if not isinstance(pair, Finding):
+                observer.opening(pair.problem, 1, 0)
+                pair = _finding(pair, spec, budget)
+                observer.compiled(1, 1)
+            findings.append(replace(pair, took_s=budget.spent_s - begin_s))
+            if tell is not None:
+                tell(findings[-1])
     said = f"{DOES_NOT_PROVE} {covers.removesuffix(',')}." if covers else DOES_NOT_PROVE
     proves = PROVES.format(compiler.arch.name)
     facts = {"slower": None, "proves": proves, "does_not_prove": said}
     return sides.comparison(findings, budget, here, **facts)
-
-
-def _findings(
-    pairs: Sequence[Pair | Finding],
-    spec: SweepSpec,
-    budget: Budget,
-    observer: Observer,
-    tell: Tell | None,
-) -> list[Finding]:
-    """The finding for each pair, in order."""
-    found = []
-    for pair in pairs:
-        begin_s = budget.spent_s
-        if not isinstance(pair, Finding):
-            observer.opening(pair.problem, 1, 0)
-            pair = _finding(pair, spec, budget)
-            observer.compiled(1, 1)
-        found.append(replace(pair, took_s=budget.spent_s - begin_s))
-        if tell is not None:
-            tell(found[-1])
-    return found
 
 
 def _finding(pair: Pair, spec: SweepSpec, budget: Budget) -> Finding:

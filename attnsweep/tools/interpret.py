@@ -34,8 +34,8 @@ class Interpreter:
     def __init__(self, call: str, arch: Arch) -> None:
         self._tracer = Tracer(call, arch, interpreted=True)
         self._place = TemporaryDirectory(prefix="attnsweep-interpret-")
-        self.why = cache(self._tracer.serves)
-        served = (("its supports says so", lambda problem: self.why(problem) is None),)
+        self._refusal = cache(lambda p: self._tracer.refusals([p], unless_said=False).get(p))
+        served = (("its supports says so", lambda problem: self._refusal(problem) is None),)
         own: dict[str, Any] = {"supports": served, "dtypes": ("fp16",), "head_dims": (64,)}
         own |= {"head_dims_v": (), "empty_rows": False}
         name = call.rpartition(":")[2]

@@ -53,14 +53,9 @@ class _Interpreted(Recorder):
     @contextmanager
     def recording(self, arch: Arch) -> Iterator[None]:
         """See Recorder."""
-        tune = Autotuner.run
-
-        def autotune(tuner: Any, *args: Any, **how: Any) -> Any:
-            return self._autotune(tune, tuner, args, how)
-
         with (
             on_card(arch, "cpu"),
-            mock.patch.object(Autotuner, "run", autotune),
+            mock.patch.object(Autotuner, "run", self.autotuner()),
             mock.patch.object(interpreter, "_patch_lang_tensor", _with_index),
         ):
             yield
