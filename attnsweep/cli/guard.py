@@ -101,9 +101,10 @@ def check(
     $ attnsweep check --mode compile --old a.py@main:f --new a.py:f 1,8,512,64
     """
     from attnsweep.device.cards import chosen, installed
+    from attnsweep.family.params import config_in
     from attnsweep.regress import live, verdicts
     from attnsweep.regress import recorded as recordings
-    from attnsweep.regress.calls import calls_of, config_of
+    from attnsweep.regress.calls import calls_of
     from attnsweep.regress.compiled import check_code
     from attnsweep.reports import progress
     from attnsweep.specs.shapes import read_dtype, read_shapes
@@ -159,7 +160,7 @@ def check(
             with contextlib.ExitStack() as at_end:
                 sides: live.Sides
                 if old is not None and new is not None:
-                    own = calls_of(old, new, shapes, config_of(config), slower)
+                    own = calls_of(old, new, shapes, config_in(config, "--config"), slower)
                     sides = at_end.enter_context(own)
                 else:
                     baseline, loaded = open_run(Path(str(against))), load(Path(*subject), kernels)

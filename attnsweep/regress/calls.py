@@ -148,21 +148,6 @@ def calls_of(
         yield Calls(spec, Path(old), Path(new), slower, before=before, config=config)
 
 
-def config_of(text: str) -> Config:
-    """`BLOCK_M=64 num_warps=4` as a config. Raises SpecError."""
-    values: dict[str, Value] = {}
-    for word in text.split():
-        name, is_one, value = word.partition("=")
-        if not is_one or not name.isidentifier():
-            hint = "write NAME=VALUE, as BLOCK_M=64"
-            raise SpecError(f"no value of a parameter: {word!r}", where="--config", hint=hint)
-        try:
-            values[name] = json.loads(value)
-        except ValueError:
-            values[name] = value
-    return Config(values)
-
-
 _NEW = "new"
 
 

@@ -23,7 +23,7 @@ from attnsweep.core.hardware import Arch, bounds
 from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import Environment, Trial
 from attnsweep.family.family import SMS, Config, Family, Param, values_in
-from attnsweep.family.params import value_of
+from attnsweep.family.params import config_in
 from attnsweep.family.space import Selection, Space
 from attnsweep.reports.terminal import GLUE, aligned, wrap
 from attnsweep.specs.load import refusal
@@ -148,10 +148,9 @@ def inspect_call(
     A config's `as` is the number of the first of the same machine code. See `inspect`.
     """
     problem = problem or Problem(1, 16, 16, 1024, 1024, 64, "bf16")
-    values = {name: value_of(text) for name, text in values_in(given).items()}
     with Tracers(arch, cache_dir) as tracers:
         tracer = tracers.of(call)
-        space, asked = configs_with(values, tracer, problem)
+        space, asked = configs_with(config_in(given), tracer, problem)
         if why := space.kernel.refusal(problem, arch):
             raise SpaceError(f"{call} cannot run {problem.label}: {why}", hint="see --problem")
         made = [(config, tracer.submit(problem, config, cases=False)) for config in asked]
