@@ -234,6 +234,13 @@ def memory_of(tensor: Any) -> object:
     return id(tensor)
 
 
+def type_of(torch: Any, dtype: str) -> Any:
+    """PyTorch's type of such numbers."""
+    types = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+    types |= {"bool": "bool", "int32": "int32"}
+    return getattr(torch, types.get(dtype, "float8_e4m3fn"))
+
+
 class BoundFunction:
     """Calls a callable on a problem's inputs, and returns its outputs as (batch, heads, …)."""
 
@@ -290,10 +297,9 @@ class BoundFunction:
             return self._memory[name]
         if name == "lse":
             return torch.empty(problem.shape_of(name), dtype=torch.float32, device=device)
-        types = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
         batch, heads, rows, columns = problem.shape_of(*problem.outputs)
         sizes = (batch, rows, heads, columns) if self._turned else (batch, heads, rows, columns)
-        return torch.empty(sizes, dtype=types[problem.out_dtype], device=device)
+        return torch.empty(sizes, dtype=type_of(torch, problem.out_dtype), device=device)
 
     def _written(self, made: Any, into: Mapping[str, Any]) -> Any:
         """The outputs of a call that got tensors to write to, some of which it may return too."""
