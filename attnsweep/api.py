@@ -57,13 +57,9 @@ def plan(
     arch: default: the spec's, its recording's, or that of this machine's GPU. Raises SpaceError if
     a problem has no candidate left.
     """
-    from attnsweep.compile.calls import with_calls
-    from attnsweep.compile.trace import Tracers
-    from attnsweep.specs.plan import plan as plan_on
+    from attnsweep.compile.calls import plan_alone
 
-    target = _target(spec, arch)
-    with Tracers(target) as tracers:
-        return plan_on(with_calls(_bound(spec, kernels), tracers), target)
+    return plan_alone(_bound(spec, kernels), _target(spec, arch))
 
 
 def tune(

@@ -30,6 +30,7 @@ from attnsweep.family.launch import Launch
 from attnsweep.family.params import Param
 from attnsweep.family.space import Selection, Space, Values
 from attnsweep.specs.load import SweepSpec
+from attnsweep.specs.plan import PlannedProblem, plan
 
 CONFIGS = "config"
 """The axis of variants that an autotuner's own configs are."""
@@ -63,6 +64,12 @@ def with_calls(spec: SweepSpec, tracers: Tracers) -> SweepSpec:
             raise SpecError(f"{family.call}: {error.what}", where=where, hint=hint) from error
         families[name], kernels[name] = known
     return replace(spec, kernels=kernels, families=families)
+
+
+def plan_alone(spec: SweepSpec, arch: Arch) -> tuple[PlannedProblem, ...]:
+    """The plan of a spec, with the configs of its callables, where nothing else is to be traced."""
+    with Tracers(arch) as tracers:
+        return plan(with_calls(spec, tracers), arch)
 
 
 def known_space(
