@@ -10,17 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pandas
 
-    from attnsweep.bench.gpu import Gpu
-    from attnsweep.compile.candidate import Build
-    from attnsweep.compile.launches import Candidate
     from attnsweep.core.hardware import Arch
     from attnsweep.core.observer import Observer
     from attnsweep.core.problem import Problem, Value
     from attnsweep.core.trial import Environment, Trial
     from attnsweep.family.family import Config, Family, Rule
-    from attnsweep.regress.ab_test import AbTestResult as Compared
     from attnsweep.regress.verdicts import Comparison
-    from attnsweep.serve.evaluate import Judged
     from attnsweep.serve.export import Exported
     from attnsweep.serve.runtime.table import Guard
     from attnsweep.specs.load import SweepSpec
@@ -62,13 +57,9 @@ def plan(
     arch: default: the spec's, its recording's, or that of this machine's GPU. Raises SpaceError if
     a problem has no candidate left.
     """
-    from attnsweep.compile.calls import with_calls
-    from attnsweep.compile.trace import Tracers
-    from attnsweep.specs.plan import plan as plan_on
+    from attnsweep.compile.calls import plan_alone
 
-    target = _target(spec, arch)
-    with Tracers(target) as tracers:
-        return plan_on(with_calls(_bound(spec, kernels), tracers), target)
+    return plan_alone(_bound(spec, kernels), _target(spec, arch))
 
 
 def tune(
@@ -219,83 +210,6 @@ def compile_spec(
     return compile_all(_bound(spec, kernels), target, limit=_at_least_1(limit))
 
 
-def builds(
-    spec: SweepSpec,
-    kernels: Mapping[str, Family] | None = None,
-    arch: Arch | str | None = None,
-    *,
-    limit: int | None = None,
-) -> list[Build]:
-    """Compile a spec's candidates for a `Worker` to time: one build for each machine code.
-
-    Candidates that do not compile, or that the spec's limits prune, are left out. arch, limit and
-    errors: see `compile_spec`.
-    """
-    from attnsweep.compile.builds import builds_of
-    from attnsweep.compile.calls import tracers_of, with_calls
-    from attnsweep.compile.candidate import compiled_row, workspace_limit
-    from attnsweep.compile.cubin import compiler_for
-    from attnsweep.core.trial import Status
-    from attnsweep.specs.plan import plan as plan_on
-
-    target = _target(spec, arch)
-    compiler = compiler_for(spec, target)
-    spec = with_calls(_bound(spec, kernels), tracers_of(compiler))
-    cap = _at_least_1(limit) or spec.search.candidates
-    distinct: dict[tuple[object, ...], Build] = {}
-    try:
-        found = [
-            build
-            for item in plan_on(spec, target)
-            for space in item.spaces
-            for build in builds_of(space, space.configs[:cap], compiler, workspace_limit(spec))
-        ]
-        for build in found:
-            build.submit()
-        for build in found:
-            if compiled_row(build, spec).status is Status.OK:
-                distinct.setdefault((build.problem, *build.machine_code()), build)
-    finally:
-        compiler.close()
-    return list(distinct.values())
-
-
-def rebuild(
-    trials: Iterable[Trial], kernels: Mapping[str, Family] | None = None, *, arch: Arch | str
-) -> list[Build]:
-    """Compile the configs of recorded rows from today's kernels, in the same order.
-
-    A row is left out if its family is gone, has other parameters now, or cannot run the config on
-    `arch`. Raises ToolchainError. A build whose code does not compile raises CompileError when it
-    is used.
-    """
-    from concurrent.futures import wait
-
-    from attnsweep.compile.builds import build_of
-    from attnsweep.compile.nvrtc import Compiler
-    from attnsweep.core.hardware import arch_named
-
-    known = families() if kernels is None else kernels
-    compiler = Compiler(arch_named(arch) if isinstance(arch, str) else arch)
-    found = []
-    try:
-        for trial in trials:
-            kernel = known.get(trial.kernel)
-            if kernel is None or kernel.changed_since(trial.config) is not None:
-                continue
-            config = kernel.of_today(trial.config)
-            if kernel.refusal(trial.problem, compiler.arch) is None and (
-                kernel.refused_by(config, trial.problem, compiler.arch) is None
-            ):
-                found.append(build_of(kernel, config, trial.problem, compiler))
-                found[-1].submit()
-        for build in found:
-            wait(build.futures.values())
-    finally:
-        compiler.close()
-    return found
-
-
 def open_run(directory: str | Path) -> Run:
     """Read a run as `attnsweep run` stored it. Raises StoreError if there is none."""
     from attnsweep.store import run as stored
@@ -338,40 +252,15 @@ def compare_runs(
     slower: the share by which a winner may have become slower. other_driver: also compare runs that
     were measured with different drivers.
     """
+    from attnsweep.core import share
+    from attnsweep.core.errors import SpecError
     from attnsweep.regress.recorded import compare
 
-    return compare(old, new, slower=_share(slower), other_driver=other_driver)
-
-
-def compare_candidates(
-    old: Candidate,
-    new: Candidate,
-    gpu: Gpu,
-    another: Callable[[], Gpu],
-    *,
-    slower: float = 0.03,
-    budget_s: float = 60.0,
-    seed: str = "",
-) -> Compared:
-    """Time two candidates in turns, as `attnsweep check` does, until their ratio is known.
-
-    gpu: has their problem open. another: returns a new process with the problem open, one to seven
-    times. slower: the share by which the new one may be slower. budget_s: seconds of rounds in each
-    process; all together take at most twice as long. seed: seed of the order of the turns. Returns
-    the `verdict`, `why`, in `shown` the medians and the interval of their ratio, and the same of
-    each process in `each`. Raises WorkerError if a candidate cannot run.
-    """
-    from attnsweep.bench.gpu import WorkerError
-    from attnsweep.regress.ab_test import compare
-
     try:
-        share = _share(slower)
-        return compare(gpu, another, old, new, slower=share, budget_s=budget_s, seed=seed)
-    except Exception as error:
-        if not isinstance(error.__cause__, WorkerError):
-            raise
-        error.__cause__.add_note(str(error))  # says which of the two failed
-        raise error.__cause__ from None
+        slower = share.share(slower)
+    except share.ShareError as error:
+        raise SpecError(f"slower {error}", hint=error.hint) from None
+    return compare(old, new, slower=slower, other_driver=other_driver)
 
 
 def write_page(run: Run, path: str | Path, *, top: int = 10) -> int:
@@ -408,7 +297,8 @@ def export(
     from attnsweep.serve.export import export as write
     from attnsweep.serve.export_configs import PACKAGE, export_configs, format_of
 
-    paths, path = _paths(runs), Path(out)
+    paths = [*map(Path, (runs,) if isinstance(runs, str | Path) else runs)]
+    path = Path(out)
     if (form := format_of(path, format)) != PACKAGE:
         return export_configs(
             paths, path, form, axis=axis, kernel=kernel, at_most=at_most, force=force
@@ -417,69 +307,11 @@ def export(
     return write(paths, path, known, name=name, guard=guard, at_most=at_most)
 
 
-def exported_table(
-    runs: str | Path | Iterable[str | Path],
-    *,
-    kernels: Mapping[str, Family] | None = None,
-    guard: Guard | None = None,
-    slower: float = 0.0,
-) -> dict[str, Any]:
-    """The table that `export` would write for these runs, without machine code or a compiler.
-
-    slower: share by which a kernel may take longer than a shape's winner and serve in its place, so
-    that fewer serve all shapes. The `stages` of each kernel are empty, and `nvrtc`, the compiler's
-    version, is not there. Raises StoreError if no winner can be exported.
-    """
-    from attnsweep.serve.export import outline
-
-    known = families() if kernels is None else kernels
-    return outline(_paths(runs), known, guard=guard, slower=_share(slower, 0))
-
-
-def judge_dispatch(
-    runs: str | Path | Iterable[str | Path],
-    held_out: str | Path | Iterable[str | Path] = (),
-    *,
-    leave_one_out: bool = False,
-    slower: float = 0.0,
-) -> list[Judged]:
-    """Judge what a package of these runs would call on shapes that were not tuned.
-
-    held_out: runs that swept other shapes, or swept them on a GPU that the runs' stands in for.
-    leave_one_out: judge each of their shapes by a table without it; done with those of `runs` if
-    nothing is held out. slower: as of `exported_table`. Raises StoreError.
-    """
-    from attnsweep.serve.evaluate import judged
-
-    tuned, others = map(_paths, (runs, held_out))
-    share = _share(slower, 0)
-    return list(judged(tuned, others, leave_one_out=leave_one_out, slower=share))
-
-
-def dispatch_summary(rows: Sequence[Judged]) -> dict[str, Any]:
-    """Median, 95th percentile and worst of the regrets, and the least gain over PyTorch."""
-    from attnsweep.serve.evaluate import summary
-
-    return summary(rows)
-
-
-def counters(run: Run) -> list[dict[str, Any]]:
-    """The hardware counters that `attnsweep profile` stored in a run; empty if there are none."""
-    from attnsweep.store.outputs import read
-
-    return read(run.directory)
-
-
 def schema() -> str:
     """The JSON Schema of a sweep spec, as text."""
     from attnsweep.specs.load import schema_text
 
     return schema_text()
-
-
-def _paths(runs: str | Path | Iterable[str | Path]) -> list[Path]:
-    """The directories of runs; one alone need not stand in a list."""
-    return [Path(run) for run in ((runs,) if isinstance(runs, str | Path) else runs)]
 
 
 def _at_least_1(limit: int | None) -> int | None:
@@ -490,17 +322,6 @@ def _at_least_1(limit: int | None) -> int | None:
     from attnsweep.core.errors import SpecError
 
     raise SpecError(f"limit must be at least 1, not {limit}", hint="None is no limit")
-
-
-def _share(slower: float, least: float | None = None) -> float:
-    """The share by which something may be slower. Raises SpecError. least: default: a check's."""
-    from attnsweep.core import share
-    from attnsweep.core.errors import SpecError
-
-    try:
-        return share.share(slower, share.LEAST if least is None else least)
-    except share.ShareError as error:
-        raise SpecError(f"slower {error}", hint=error.hint) from None
 
 
 def _bound(spec: SweepSpec, kernels: Mapping[str, Family] | None) -> SweepSpec:

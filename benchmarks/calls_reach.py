@@ -37,14 +37,14 @@ from pathlib import Path
 from typing import Any
 
 import pandas
-from setting import console, described, spec_of, write
+from setting import builds, console, described, spec_of, write
 
 from attnsweep import AttnsweepError, Problem, Run, open_run, rank
-from attnsweep.api import builds, plan
+from attnsweep.api import plan
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.bench.worker import Worker
 from attnsweep.choose.search import DEFAULT_STRATEGY
-from attnsweep.compile.builds import build_of
+from attnsweep.compile.calls import build_of
 from attnsweep.compile.launches import CallPlan, Candidate
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.hardware import arch_named

@@ -25,7 +25,7 @@ from pathlib import Path
 from setting import console, recorded_on
 
 from attnsweep import AttnsweepError
-from attnsweep.api import dispatch_summary, judge_dispatch
+from attnsweep.serve.evaluate import judged, summary
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -38,16 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not given.held_out and not given.leave_one_out:
         parser.error("give --held-out RUN..., or --leave-one-out, or both")
     try:
-        rows = judge_dispatch(given.tuned, given.held_out, leave_one_out=given.leave_one_out)
+        rows = [*judged(given.tuned, given.held_out, leave_one_out=given.leave_one_out)]
         cards = {"by": recorded_on(given.tuned), "on": recorded_on(given.held_out or given.tuned)}
-        summary = cards | dispatch_summary(rows)
+        facts = cards | summary(rows)
     except AttnsweepError as error:
         raise SystemExit(str(error)) from error
     for row in sorted(rows, key=lambda row: row.regret if row.regret is not None else -1.0):
         regret = "not timed" if row.regret is None else f"{row.regret:8.2%}"
         gain = "" if row.gain is None else f"gain {row.gain:.3f}, expected {row.expected_gain:.3f}"
         console.print(f"{regret:>9}  {row.shape:34} {row.code:10} {gain}; held {row.served:.2%}")
-    console.print_json(data=summary)
+    console.print_json(data=facts)
 
 
 if __name__ == "__main__":

@@ -27,10 +27,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from setting import console, described, options, recorded, write
+from setting import console, described, options, rebuild, recorded, write
 
 import attnsweep
-from attnsweep.api import compare_candidates, rebuild
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.bench.worker import Worker
 from attnsweep.choose.stats import proportion_interval
@@ -38,6 +37,7 @@ from attnsweep.compile.launches import Candidate, CompiledStage
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.hardware import arch_named
 from attnsweep.core.trial import Environment
+from attnsweep.regress.ab_test import Ended, compare
 from attnsweep.regress.verdicts import Verdict
 
 SOURCE = Path(__file__).with_name("burn.cu")
@@ -114,10 +114,11 @@ class Series:
             return self.opened(next(processes))
 
         try:
-            found = compare_candidates(*self.sides, another(), another, slower=SLOWER, seed=seed)
+            how = {"slower": SLOWER, "budget_s": 60.0, "seed": seed}
+            found = compare(another(), another, *self.sides, **how)
             self.ended.append(found)
-        except WorkerError as error:
-            self.failed.append(str(error))
+        except (Ended, WorkerError) as error:
+            self.failed.append(str(error.__cause__ or error))
 
     def row(self) -> dict[str, Any]:
         """The counts, and the mean ratio of all processes."""
@@ -144,7 +145,7 @@ def cases(runs: Sequence[Path], arch: Any, place: Path) -> Iterator[tuple[str, C
 
     of_run = [[*filter(wanted, attnsweep.winners(attnsweep.open_run(run)))] for run in runs]
     chosen = [t for turn in itertools.zip_longest(*of_run) for t in turn if t is not None][: 2 * KERNELS]
-    builds = ((build, build.candidate()) for build in rebuild(chosen, kernels, arch=arch))
+    builds = ((build, build.candidate()) for build in rebuild(chosen, kernels, arch))
     alone = (each for each in builds if each[1].timed.streams == 1 and not each[1].timed.eager)
     for number, (build, new) in enumerate(itertools.islice(alone, KERNELS)):
         stages = []

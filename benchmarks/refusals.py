@@ -13,10 +13,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from setting import console, described, label_of, options, spec_of, write
+from setting import builds, console, described, label_of, options, spec_of, write
 
 from attnsweep import Status
-from attnsweep.api import builds
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.bench.worker import Worker
 from attnsweep.choose.stats import proportion_interval

@@ -23,9 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from setting import console, described, options, spec_of, write
+from setting import builds, console, described, options, spec_of, write
 
-from attnsweep.api import builds
 from attnsweep.bench.bench import Bench
 
 TOOLS = ("racecheck", "memcheck", "synccheck")  # the slowest first

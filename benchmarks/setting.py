@@ -6,7 +6,8 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,17 @@ from typing import Any
 from rich.console import Console
 
 import attnsweep
-from attnsweep import load_spec, open_run
+from attnsweep import Family, Status, Trial, load_spec, open_run
 from attnsweep.bench.worker import Worker
-from attnsweep.compile.candidate import Build
+from attnsweep.compile.calls import build_of, builds_of, tracers_of, with_calls
+from attnsweep.compile.candidate import Build, compiled_row, workspace_limit
+from attnsweep.compile.cubin import compiler_for
+from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.errors import NoGpuError
+from attnsweep.core.hardware import Arch, arch_named
 from attnsweep.core.trial import Environment
 from attnsweep.specs.load import SweepSpec
+from attnsweep.specs.plan import plan
 
 RESULTS = Path(__file__).parent.parent / "results"
 console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
@@ -66,6 +72,58 @@ def spec_of(text: str, directory: Path, name: str = "bench") -> SweepSpec:
     path = directory / f"{name}.yaml"
     path.write_text(text, encoding="utf-8")
     return load_spec(path)
+
+
+def builds(spec: SweepSpec, arch: str, *, limit: int | None = None) -> list[Build]:
+    """Compile a spec's candidates for a `Worker` to time: one build for each machine code.
+
+    Candidates that do not compile, or that the spec's limits prune, are left out. limit: at most
+    this many candidates per family and problem.
+    """
+    target = arch_named(arch)
+    compiler = compiler_for(spec, target)
+    spec = with_calls(spec, tracers_of(compiler))
+    distinct: dict[tuple[object, ...], Build] = {}
+    try:
+        found = [
+            build
+            for item in plan(spec, target)
+            for space in item.spaces
+            for build in builds_of(
+                space, space.configs[: limit or spec.search.candidates], compiler, workspace_limit(spec)
+            )
+        ]
+        for build in found:
+            build.submit()
+        for build in found:
+            if compiled_row(build, spec).status is Status.OK:
+                distinct.setdefault((build.problem, *build.machine_code()), build)
+    finally:
+        compiler.close()
+    return list(distinct.values())
+
+
+def rebuild(trials: Iterable[Trial], kernels: Mapping[str, Family], arch: Arch) -> list[Build]:
+    """Compile the configs of recorded rows from today's kernels, in the same order.
+
+    A row is left out if its family is gone, has other parameters now, or cannot run the config on
+    `arch`. A build whose code does not compile raises CompileError when it is used.
+    """
+    compiler, found = Compiler(arch), []
+    try:
+        for trial in trials:
+            kernel = kernels.get(trial.kernel)
+            if kernel is None or kernel.changed_since(trial.config) is not None:
+                continue
+            config, problem = kernel.of_today(trial.config), trial.problem
+            if not (kernel.refusal(problem, arch) or kernel.refused_by(config, problem, arch)):
+                found.append(build_of(kernel, config, problem, compiler))
+                found[-1].submit()
+        for build in found:
+            wait(build.futures.values())
+    finally:
+        compiler.close()
+    return found
 
 
 def recorded(name: str) -> Path:

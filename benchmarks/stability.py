@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import pandas
-from setting import console, described, label_of, options, spec_of, write
+from setting import builds, console, described, label_of, options, spec_of, write
 
 from attnsweep import Problem, Run, open_run, rank
-from attnsweep.api import builds
 from attnsweep.bench.worker import Worker
 from attnsweep.compile.candidate import Build
 from attnsweep.core.trial import Environment
@@ -157,7 +156,7 @@ def examine(text: str, processes: int, budget_s: float) -> tuple[Environment, di
         directory = Path(place)
         spec, environment = spec_of(text, directory, "stability"), described()
         # Compiling is no part of this benchmark: the sweeps find the code in the cache.
-        found = {label_of(build): build for build in builds(spec, arch=environment.arch)}
+        found = {label_of(build): build for build in builds(spec, environment.arch)}
         for number in range(processes):
             if time.monotonic() > end:
                 break

@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from attnsweep import Problem, Run, open_run, rank
-from attnsweep.api import counters
 from attnsweep.core.trial import Environment
+from attnsweep.store import outputs
 
 OURS = "attnsweep"
 
@@ -150,7 +150,7 @@ class Book:
 
     def counters(self, run: str) -> list[dict[str, Any]]:
         """Hardware counters of a run's candidates, if `attnsweep profile` read any."""
-        return counters(self.run(run))
+        return outputs.read(self.run(run).directory)
 
     def problems(self, run: str) -> list[Problem]:
         """Problems of a run on which one of our candidates is ranked, in the run's order."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnsweep.api import dispatch_summary, judge_dispatch
+from attnsweep.serve import evaluate
 
 ROOT = Path(__file__).parent.parent
 CARD = "results/h100-80gb-hbm3"
@@ -333,8 +333,8 @@ def judged(results: Path = ROOT / "results", tuned: Mapping[str, Sequence[str]] 
             judge = place / on.partition(",")[0]
             if not all(run.is_dir() for run in (*runs, judge)):
                 continue
-            rows = judge_dispatch(runs, [judge])
-            found = dispatch_summary(rows)
+            rows = [*evaluate.judged(runs, [judge])]
+            found = evaluate.summary(rows)
             cells = [
                 *(name, on, str(found["shapes"])),
                 *(f"{each:.1%}" for each in found["regret"].values()),

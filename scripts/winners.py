@@ -26,10 +26,10 @@ from typing import Any
 
 import paged_times
 
-from attnsweep import find_runs
-from attnsweep.api import exported_table
+from attnsweep import families, find_runs
 from attnsweep.compile.nvrtc import nvrtc_version
 from attnsweep.family.discover import discover
+from attnsweep.serve import export as exports
 from attnsweep.serve.export import Identity, export, table_text
 from attnsweep.serve.export_code import FAMILY, cubin_file
 from attnsweep.serve.runtime.families import DECLARED, WITHOUT_RIVAL
@@ -216,6 +216,11 @@ def outline(table: dict[str, Any]) -> dict[str, Any]:
     return {**table, "kernels": kernels, "attnsweep": "", "archives": {}}
 
 
+def table_of(runs: Sequence[Path], slower: float = 0.0) -> dict[str, Any]:
+    """The table that an export of these runs would write, without machine code."""
+    return exports.outline(runs, families(), slower=slower)
+
+
 def stale(shipped: dict[str, Any]) -> list[str]:
     """The entries of a table that are not what they would be today."""
     runs = recorded()
@@ -224,7 +229,7 @@ def stale(shipped: dict[str, Any]) -> list[str]:
         json.loads((run / "environment.json").read_text(encoding="utf-8")) for run in runs
     ]
     measured = {environment["nvrtc"] for environment in environments}
-    now = outline(exported_table(runs, slower=SLOWER)) | {"nvrtc": ", ".join(sorted(measured))}
+    now = outline(table_of(runs, slower=SLOWER)) | {"nvrtc": ", ".join(sorted(measured))}
     shipped = outline(shipped)
     return [key for key in sorted({*now, *shipped}) if now.get(key) != shipped.get(key)]
 
@@ -233,7 +238,7 @@ def longer() -> list[float]:
     """How much longer each shape takes than with its winner, by recorded medians: a factor."""
 
     def times(**how: float) -> list[float]:
-        gpus = exported_table(recorded(), **how)["gpus"]
+        gpus = table_of(recorded(), **how)["gpus"]
         rows = [
             (gpu["l2_bytes"], w["problem"], w["time_us"]) for gpu in gpus for w in gpu["winners"]
         ]
@@ -247,7 +252,7 @@ def main(arguments: Sequence[str]) -> int:
     if "--check" not in arguments:
         with tempfile.TemporaryDirectory() as place:
             made, old = Path(place) / "winners", json.loads(TABLE.read_text(encoding="utf-8"))
-            table = exported_table(recorded(), slower=SLOWER) | {"nvrtc": old["nvrtc"]}
+            table = table_of(recorded(), slower=SLOWER) | {"nvrtc": old["nvrtc"]}
             known = kept(old, table)
             if not without_compiler(made, table, known):
                 if known and old["nvrtc"] != (here := "{}.{}".format(*nvrtc_version())):

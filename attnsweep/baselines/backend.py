@@ -25,13 +25,19 @@ Of a backward, dq, dk and dv as a tuple of such tensors, from q, k, v, o, lse an
 class Unconfirmed(Unavailable):
     """The card, or the clock, was not as it should be: that is no verdict about a callable."""
 
+    status = "damaged"
+
 
 class Failed(Unavailable):
     """Raised when a candidate's call fails; the row says so, as for a failed launch."""
 
+    status = "launch_error"
+
 
 class OtherCode(Unavailable):
     """Raised when a candidate launches other code than its config compiled to."""
+
+    status = "wrong"
 
 
 class NotInstalled(Unavailable):

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.backend import OtherCode, Way
 from attnsweep.baselines.callable import flags_of, prepare_for
-from attnsweep.baselines.prepare import BoundBaseline, first_call, tensors_of, type_of
+from attnsweep.baselines.prepare import BoundBaseline, first_call, tensors_of
 from attnsweep.baselines.torch_sdpa import import_torch
 from attnsweep.compile.launches import CallPlan
 from attnsweep.compile.traced import others
 from attnsweep.core.callables import Asked
 from attnsweep.core.problem import Problem
-from attnsweep.core.user_code import BoundFunction, built, imported, split, user_modules
+from attnsweep.core.user_code import BoundFunction, built, imported, split, type_of, user_modules
 
 if TYPE_CHECKING:
     from attnsweep.device.cuda import CudaSession

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.backend import Unavailable, Way
 from attnsweep.baselines.flash import installed
-from attnsweep.baselines.paged import layout_of, query_type, slots_of, table_of
+from attnsweep.baselines.paged import layout_of, slots_of, table_of
 from attnsweep.core.problem import Problem, ceil_div
+from attnsweep.core.user_code import type_of
 
 if TYPE_CHECKING:
     from attnsweep.device.cuda import CudaSession
@@ -30,7 +31,7 @@ def decode(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     Raises Unavailable.
     """
     package = _package(problem)
-    size, own_type = layout_of(problem).page_size, query_type(torch, problem)
+    size, own_type = layout_of(problem).page_size, type_of(torch, problem.out_dtype)
     table, lengths = (x.tolist() for x in table_of(torch, problem))
     pages = [row[: ceil_div(length, size)] for row, length in zip(table, lengths, strict=True)]
     first = [*itertools.accumulate(map(len, pages), initial=0)]
@@ -67,7 +68,7 @@ def xqa(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     space = zeros(_WORKSPACE, dtype=torch.uint8)
     counts = zeros(4 * problem.batch * problem.heads_kv + 64, dtype=torch.int32)
     shape = (problem.batch, 1, problem.heads, problem.head_dim)
-    out = zeros(shape, dtype=query_type(torch, problem))
+    out = zeros(shape, dtype=type_of(torch, problem.out_dtype))
     fixed = (table, lengths.view(torch.uint32)[:, None], out, space, counts.view(torch.uint32))
     by = problem.scale * problem.head_dim**0.5  # it divides by the root itself
 

@@ -28,6 +28,7 @@ from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.hardware import arch_named
 from attnsweep.core.layouts import Paged
 from attnsweep.core.problem import DTYPE_BYTES, FULL, Problem
+from attnsweep.core.user_code import type_of
 
 if TYPE_CHECKING:
     from attnsweep.device.cuda import CudaSession
@@ -63,7 +64,7 @@ def flash_3(*, ready: bool = False, fp8: bool = False) -> Builder:
                 *(problem.batch, problem.seqlen_q, problem.seqlen_k),
                 *(problem.heads, problem.heads_kv, columns, lengths),
                 **({"headdim_v": of_v} if in_key else {}),
-                qkv_dtype=torch.float8_e4m3fn if fp8 else query_type(torch, problem),
+                qkv_dtype=torch.float8_e4m3fn if fp8 else type_of(torch, problem.out_dtype),
                 page_size=layout.page_size,
                 causal=options["causal"],
                 has_softcap="softcap" in options,
@@ -194,15 +195,14 @@ def plain_read(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     Nothing is converted: what unused slots hold is not read.
     """
     used, defines = pages_read(problem)
-    compiler = Compiler(arch_named(session.gpu.arch), threads=1)
-    try:
+    with Compiler(arch_named(session.gpu.arch), threads=1) as compiler:
         cubin = compiler.compile(Path(__file__).with_name("plain_read.cu"), defines)
-    finally:
-        compiler.close()
     function = session.kernel(str(cubin.path), "plain_read")
     listed = torch.from_numpy(used).cuda()
     (output,) = problem.outputs
-    zeros = torch.zeros(problem.shape_of(output), dtype=query_type(torch, problem), device="cuda")
+    zeros = torch.zeros(
+        problem.shape_of(output), dtype=type_of(torch, problem.out_dtype), device="cuda"
+    )
     grid = (2 * session.gpu.sm_count, 1, 1)
 
     def forward(_: Any, k: Any, v: Any, *more: Any) -> Any:
@@ -243,11 +243,6 @@ def layout_of(problem: Problem) -> Paged:
     return problem.layout
 
 
-def query_type(torch: Any, problem: Problem) -> Any:
-    """PyTorch's type of the queries."""
-    return torch.float16 if problem.dtype == "fp16" else torch.bfloat16
-
-
 def table_of(torch: Any, problem: Problem) -> tuple[Any, Any]:
     """block_table without what is no page, and the lengths."""
     values = problem.layout.values(problem.batch, problem.seqlen_q, problem.seqlen_k)
@@ -282,5 +277,5 @@ def _in_a_row(torch: Any, problem: Problem, *pages: Any) -> list[Any]:
         rows = rows.transpose(1, 2)
         if scales:
             rows = rows.float() * scales[at][:, :, None, None]
-        made.append(rows.to(query_type(torch, problem)).contiguous())
+        made.append(rows.to(type_of(torch, problem.out_dtype)).contiguous())
     return [*made, made[0][..., : problem.value_dim]] if problem.value_in_key else made

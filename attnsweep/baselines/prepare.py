@@ -19,7 +19,7 @@ from attnsweep.core.callables import Asked
 from attnsweep.core.long_problems import has_shorter, shorter
 from attnsweep.core.problem import DTYPE_BYTES, Problem
 from attnsweep.core.timings import step
-from attnsweep.core.user_code import breach, memory_of
+from attnsweep.core.user_code import breach, memory_of, type_of
 from attnsweep.device import graph_audit
 from attnsweep.device.cuda_graph import lasting, uncollected
 
@@ -343,12 +343,6 @@ def arrays_of(problem: Problem, buffers: Any) -> dict[str, Any]:
 def _beside(problem: Problem, name: str) -> bool:
     """Whether an input is float32 beside q, k and v: a scale or a sink."""
     return name not in ("q", "k", "v") and problem.tensor(name).dtype != problem.dtype
-
-
-def type_of(torch: Any, dtype: str) -> Any:
-    """PyTorch's type of such numbers."""
-    types = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-    return getattr(torch, types.get(dtype, "float8_e4m3fn"))
 
 
 def tensors_of(

@@ -20,6 +20,7 @@ from attnsweep.baselines.flash import importable
 from attnsweep.baselines.torch_sdpa import import_torch
 from attnsweep.core.problem import Problem
 from attnsweep.core.timings import step
+from attnsweep.core.user_code import type_of
 from attnsweep.device.process import HelperProcess
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def _compile_triton(torch: Any, problem: Problem) -> None:
 
     if not hasattr(triton, "AsyncCompileMode"):
         return
-    how = {"dtype": getattr(torch, {"fp16": "float16", "bf16": "bfloat16"}[problem.dtype])}
+    how = {"dtype": type_of(torch, problem.dtype)}
     q, k = (torch.empty(problem.shape_of(one), device="meta", **how) for one in "qk")
     _, arguments, constants = call(q, k, k, q, problem.causal)
     threads = min(_MOST_THREADS, os.cpu_count() or 1)

@@ -12,7 +12,6 @@ from attnsweep.baselines import prepare
 from attnsweep.baselines.backend import Failed, OtherCode, Unavailable
 from attnsweep.baselines.called import bound_call
 from attnsweep.bench.entries import CallableEntry
-from attnsweep.bench.problem import OpenProblem
 from attnsweep.bench.timer import Timer
 from attnsweep.compile.launches import CallPlan, Candidate
 from attnsweep.core.problem import DTYPE_BYTES
@@ -74,7 +73,16 @@ def called_entry(
         }
 
         def bind(check: Any, buffers: Sequence[Mapping[str, Buffer]]) -> Any:
-            return _on(check, buffers[0], workspaces, opened)
+            """A small case, whose output lies between guards if the function takes `out`."""
+            problem, every, memory = check.problem, _with(buffers[0], check, workspaces), {}
+            if problem.op.name == "forward":
+                (name,) = problem.outputs
+                bits = prepare.STORAGE[DTYPE_BYTES[problem.out_dtype]]
+                memory["out"] = every[name].view(problem.shape_of(name), bits)
+            inputs = [prepare.arrays_of(problem, buffers[0])]
+            own = session, opened.state.callables
+            call = bound_call(check, inputs, *own, memory=memory, timed=False)
+            return Landed(call, check, every)
 
         landed = Landed(call, plan, _with(opened.timed, plan, workspaces))
         known = replace(candidate, timed=plan, checks=checks)
@@ -96,21 +104,3 @@ def _with(
 ) -> dict[str, Buffer]:
     """The problem's buffers with the call's workspaces."""
     return {**buffers, **{item[0]: workspaces[item] for item in plan.workspaces.items()}}
-
-
-def _on(
-    plan: CallPlan,
-    buffers: Mapping[str, Buffer],
-    workspaces: Mapping[tuple[str, int], Buffer],
-    opened: OpenProblem,
-) -> Landed:
-    """A call on a small case, whose output lies between guards if the function takes `out`."""
-    problem, every = plan.problem, _with(buffers, plan, workspaces)
-    memory = {}
-    if problem.op.name == "forward":
-        (name,) = problem.outputs
-        bits = prepare.STORAGE[DTYPE_BYTES[problem.out_dtype]]
-        memory["out"] = every[name].view(problem.shape_of(name), bits)
-    inputs = [prepare.arrays_of(problem, buffers)]
-    own = opened.session, opened.state.callables
-    return Landed(bound_call(plan, inputs, *own, memory=memory, timed=False), plan, every)

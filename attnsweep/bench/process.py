@@ -110,7 +110,7 @@ def _answer(
     options: dict[str, Any],
     card: str | None,
 ) -> tuple[_Reply, Any]:
-    from attnsweep.baselines.backend import Failed, OtherCode, Unavailable, Unconfirmed
+    from attnsweep.baselines.backend import Unavailable
     from attnsweep.verify.device_case import WrongResult
 
     try:
@@ -128,14 +128,8 @@ def _answer(
         return _Reply(no_gpu=NoGpuError(error.what, where=error.where, hint=error.hint)), bench
     except WrongResult as error:
         return _Reply(error.accuracy, Status.WRONG, error.detail), bench
-    except Unconfirmed as error:
-        return _Reply(None, Status.DAMAGED, str(error)), bench
-    except OtherCode as error:
-        return _Reply(None, Status.WRONG, str(error)), bench
-    except Failed as error:
-        return _Reply(None, Status.LAUNCH_ERROR, str(error)), bench
     except Unavailable as error:
-        return _Reply(None, Status.SKIPPED, str(error)), bench
+        return _Reply(None, Status(error.status), str(error)), bench
     except Exception as error:  # a CUDA error or a bug of ours: it becomes a row and ends nothing
         text = str(error).strip().splitlines() or [type(error).__name__]
         detail = f"{type(error).__name__}: {text[0]}"

@@ -101,10 +101,11 @@ def check(
     $ attnsweep check --mode compile --old a.py@main:f --new a.py:f 1,8,512,64
     """
     from attnsweep.device.cards import chosen, installed
+    from attnsweep.family.params import config_in
     from attnsweep.regress import live, verdicts
     from attnsweep.regress import recorded as recordings
-    from attnsweep.regress.calls import check_calls, config_of
-    from attnsweep.regress.compiled import check_code, check_code_of_calls
+    from attnsweep.regress.calls import calls_of
+    from attnsweep.regress.compiled import check_code
     from attnsweep.reports import progress
     from attnsweep.specs.shapes import read_dtype, read_shapes
     from attnsweep.store.outputs import check_output, write_output
@@ -149,38 +150,35 @@ def check(
     if junit is not None:
         verdicts.junit_library()
     with _verdict_or_error():
-        asked: dict[str, Any] = {"budget_s": budget_s}
-        asked |= {} if compiles else {"slower": slower, "wait": wait}
-        if old is not None and new is not None:
-            with progress.watch(errors, form, 1) as observer:
-                asked |= {"observer": observer, "tell": _teller(observer, json_ or printed)}
-                own = old, new, shapes, config_of(config)
-                if compiles:
-                    target = arch_named(arch or "sm_90a")
-                    compared = check_code_of_calls(*own, target, **asked)
-                else:
-                    compared = check_calls(*own, **asked)
-        elif against is None:
+        if recorded:
             places, share = [*map(Path, subject)], 0.03 if slower is None else slower
             with reading(*places):
                 runs = map(open_run, places)
                 compared = recordings.compare(*runs, slower=share, other_driver=other_driver)
         else:
-            baseline, loaded = open_run(against), load(Path(*subject), kernels)
             cards = None if gpus is None else chosen(gpus, installed())
-            with progress.watch(errors, form, len(cards) if cards else 1) as observer:
-                asked |= {"observer": observer, "tell": _teller(observer, json_ or printed)}
-                asked |= {} if compiles else {"other_driver": other_driver}
-                if compiles:
-                    compared = check_code(loaded, baseline, **asked)
-                elif cards is None:
-                    compared = live.check(loaded, baseline, **asked)
+            with contextlib.ExitStack() as at_end:
+                sides: live.Sides
+                if old is not None and new is not None:
+                    own = calls_of(old, new, shapes, config_in(config, "--config"), slower)
+                    sides = at_end.enter_context(own)
                 else:
-                    compared = check_cards.check(loaded, baseline, cards, **asked)
+                    baseline, loaded = open_run(Path(str(against))), load(Path(*subject), kernels)
+                    sides = live.Winners.of(loaded, baseline, slower, other_driver=other_driver)
+                shown = progress.watch(errors, form, len(cards or [0]))
+                observer = at_end.enter_context(shown)
+                asked: dict[str, Any] = {"budget_s": budget_s, "observer": observer}
+                asked["tell"] = _teller(observer, json_ or printed)
+                if compiles:
+                    compared = check_code(sides, arch_named(arch or "sm_90a"), **asked)
+                elif cards and isinstance(sides, live.Winners):
+                    compared = check_cards.check(sides, cards, **asked, wait=wait)
+                else:
+                    compared = live.check(sides, **asked, wait=wait)
     table = compared.to_markdown()
     quiet = terminal.talk is terminal.Talk.QUIET
-    shown = compared.lines(console.width, quiet=quiet)
-    lines = [Text(line, style) for line, style in shown]
+    styled = compared.lines(console.width, quiet=quiet)
+    lines = [Text(line, style) for line, style in styled]
     with contextlib.suppress(BrokenPipeError):  # `check … | head`: the exit code is the verdict
         if printed:
             console.file.write(table)

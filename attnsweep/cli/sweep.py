@@ -99,14 +99,12 @@ def tune(
     $ attnsweep tune --kernel attend.py:attention 4,32,4096,128 --causal
     """
     from attnsweep.choose.search import DEFAULT_STRATEGY
-    from attnsweep.compile.calls import with_calls
-    from attnsweep.compile.trace import Tracers
+    from attnsweep.compile.calls import plan_alone
     from attnsweep.core.callables import CALLABLE
     from attnsweep.family.called import called
     from attnsweep.family.discover import discover
     from attnsweep.reports import progress
     from attnsweep.specs.load import spec_of
-    from attnsweep.specs.plan import plan
     from attnsweep.specs.shapes import read_dtype, read_shapes
     from attnsweep.specs.starter import Request, run_name, starter
     from attnsweep.specs.yaml_file import Document
@@ -151,9 +149,7 @@ def tune(
     if save_spec is not None:
         write_spec(save_spec, text, force)
     if dry_run:
-        with Tracers(target.arch) as tracers:
-            planned = plan(with_calls(spec, tracers), target.arch)
-        print_plan(planned, limit, json_)
+        print_plan(plan_alone(spec, target.arch), limit, json_)
         return
     with progress.watch(errors, form) as observer:
         how: dict[str, Any] = {"results": results, "fresh": fresh, "limit": limit, "wait": wait}
@@ -340,10 +336,9 @@ def run(
     $ attnsweep run my.yaml --kernels my_kernels --results /data/results
     """
     from attnsweep.choose.search import exhaustively
-    from attnsweep.compile.calls import with_calls
-    from attnsweep.compile.trace import Tracers
+    from attnsweep.compile.calls import plan_alone
     from attnsweep.device.lock import BusyError
-    from attnsweep.specs.plan import Shard, plan
+    from attnsweep.specs.plan import Shard
     from attnsweep.sweep import session
     from attnsweep.sweep.watch import files_of, keep_running
     from attnsweep.tools.compile import target_arch
@@ -369,9 +364,7 @@ def run(
         what = "--watch keeps the rows of unchanged kernels, and --fresh would drop them each time"
         raise SpecError(what, hint="run once with --fresh, then with --watch")
     if dry_run:
-        target = target_arch(loaded, arch)
-        with Tracers(target) as tracers:
-            planned = plan(with_calls(loaded, tracers), target)
+        planned = plan_alone(loaded, target_arch(loaded, arch))
         print_plan(planned if part is None else part.take(planned), limit, json_)
         return
     if arch is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -30,6 +30,7 @@ from attnsweep.family.launch import Launch
 from attnsweep.family.params import Param
 from attnsweep.family.space import Selection, Space, Values
 from attnsweep.specs.load import SweepSpec
+from attnsweep.specs.plan import PlannedProblem, plan
 
 CONFIGS = "config"
 """The axis of variants that an autotuner's own configs are."""
@@ -63,6 +64,12 @@ def with_calls(spec: SweepSpec, tracers: Tracers) -> SweepSpec:
             raise SpecError(f"{family.call}: {error.what}", where=where, hint=hint) from error
         families[name], kernels[name] = known
     return replace(spec, kernels=kernels, families=families)
+
+
+def plan_alone(spec: SweepSpec, arch: Arch) -> tuple[PlannedProblem, ...]:
+    """The plan of a spec, with the configs of its callables, where nothing else is to be traced."""
+    with Tracers(arch) as tracers:
+        return plan(with_calls(spec, tracers), arch)
 
 
 def known_space(
@@ -170,22 +177,9 @@ def _kept(
 class CalledBuild(Build):
     """A config of a callable on its way to compiled kernels."""
 
-    @classmethod
-    def of(
-        cls,
-        kernel: Family,
-        config: Config,
-        problem: Problem,
-        compiler: Compiler,
-        *,
-        workspace_limit: int | None = None,
-        variant: Mapping[str, str] | None = None,
-    ) -> CalledBuild:
-        """A config and the address of its trace; nothing is compiled yet."""
-        key = tracers_of(compiler).of(kernel.call).key(problem, config)
-        whole = kernel.schedule(config, problem)
-        made: Any = (compiler.arch, whole, {}, (key,), compiler, workspace_limit, variant or {})
-        return cls(kernel, config, problem, *made)
+    def _keys(self) -> tuple[str, ...]:
+        """The address of its trace."""
+        return (self._tracer.key(self.problem, self.config),)
 
     def submit(self, turn: int = NOW) -> None:
         """Start to trace and compile the call; nothing if that has begun, or may be in vain."""
@@ -287,6 +281,31 @@ class CalledBuild(Build):
     def machine_code(self) -> tuple[object, ...]:
         """See machine_code; of a call that is not traced, equal for equal configs."""
         return self.keys if self.traced.why else machine_code(self.traced)
+
+
+def build_of(
+    kernel: Family,
+    config: Config,
+    problem: Problem,
+    compiler: Compiler,
+    *,
+    workspace_limit: int | None = None,
+    variant: Mapping[str, str] | None = None,
+) -> Build:
+    """The build of a config of any family; nothing is compiled yet."""
+    kind = CalledBuild if kernel.call else Build
+    return kind(kernel, config, problem, compiler, workspace_limit, variant or {})
+
+
+def builds_of(
+    space: Space, configs: Iterable[Config], compiler: Compiler, workspace_limit: int | None
+) -> list[Build]:
+    """The builds of some of a space's configs."""
+    how: Any = {"workspace_limit": workspace_limit}
+    return [
+        build_of(space.kernel, c, space.problem, compiler, variant=space.variants.get(c), **how)
+        for c in configs
+    ]
 
 
 def machine_code(traced: Traced) -> tuple[object, ...]:

@@ -38,41 +38,37 @@ class Build:
     kernel: Family
     config: Config
     problem: Problem
-    arch: Arch
-    schedule: Schedule
-    launches: Mapping[str, Launch]
-    """Stage name to its launch of one chunk: of the whole call, if the call is not cut."""
-    keys: tuple[str, ...]
     compiler: Compiler
-    workspace_limit: int | None
-    variant: Mapping[str, str]
-    futures: dict[str, Future[Cubin]] = field(default_factory=dict)
+    workspace_limit: int | None = None
+    """Bytes above which a call is cut into chunks."""
+    variant: Mapping[str, str] = field(default_factory=dict)
+    futures: dict[str, Future[Cubin]] = field(default_factory=dict, init=False)
+    schedule: Schedule = field(init=False)
+    launches: Mapping[str, Launch] = field(init=False)
+    """Stage name to its launch of one chunk: of the whole call, if the call is not cut."""
+    keys: tuple[str, ...] = field(init=False)
+    """Content addresses of what is compiled."""
 
-    @classmethod
-    def of(
-        cls,
-        kernel: Family,
-        config: Config,
-        problem: Problem,
-        compiler: Compiler,
-        *,
-        workspace_limit: int | None = None,
-        variant: Mapping[str, str] | None = None,
-    ) -> Build:
-        """The stages of a config and their content addresses; nothing is compiled yet.
+    def __post_init__(self) -> None:
+        """Nothing is compiled yet."""
+        self.schedule = self.kernel.schedule(self.config, self.problem, self.workspace_limit)
+        self.launches = self.kernel.launches(self.config, self.schedule.widest, self.arch)
+        self.keys = self._keys()
 
-        workspace_limit: bytes above which a call is cut into chunks.
-        """
-        schedule = kernel.schedule(config, problem, workspace_limit)
-        launches = kernel.launches(config, schedule.widest, compiler.arch)
-        keys = tuple(
-            compiler.key(
-                kernel.source, kernel.stages[name].defines(config, schedule.widest, launch)
-            )
-            for name, launch in launches.items()
-        )
-        made = (compiler.arch, schedule, launches, keys, compiler, workspace_limit, variant or {})
-        return cls(kernel, config, problem, *made)
+    def _keys(self) -> tuple[str, ...]:
+        source = self.kernel.source
+        return tuple(self.compiler.key(source, defines) for _, defines in self._defines())
+
+    def _defines(self) -> Iterator[tuple[str, Mapping[str, str]]]:
+        """Name of each stage, and the macros that it is compiled with."""
+        for name, launch in self.launches.items():
+            stage = self.kernel.stages[name]
+            yield name, stage.defines(self.config, self.schedule.widest, launch)
+
+    @property
+    def arch(self) -> Arch:
+        """What it is compiled for."""
+        return self.compiler.arch
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -81,8 +77,7 @@ class Build:
 
     def submit(self, turn: int = NOW) -> None:
         """Start to compile every stage. turn: see Compiler.submit."""
-        for name, launch in self.launches.items():
-            defines = self.kernel.stages[name].defines(self.config, self.schedule.widest, launch)
+        for name, defines in self._defines():
             self.futures[name] = self.compiler.submit(self.kernel.source, defines, turn)
         self.futures[_EMPTY] = self.compiler.submit(shipped("kernels") / _EMPTY_SOURCE, {}, turn)
 

@@ -290,6 +290,12 @@ class Compiler:
         for future in left:  # not locked: who waits for one may ask for another
             future.cancel()
 
+    def __enter__(self) -> Compiler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     # -- in the threads ---------------------------------------------------------------------
 
     def _next(self) -> None:

@@ -171,15 +171,17 @@ class Tracer:
         pairs = itertools.product(labels, map(Config, configs))
         return dict(zip(pairs, answers, strict=True))
 
-    def refusals(self, problems: Sequence[Problem]) -> dict[Problem, str]:
-        """The problems that the callable takes no call of, and why."""
-        answers = self._told("refusals", problems=[problem.label for problem in problems])
-        return {p: why for p, why in zip(problems, answers, strict=True) if why}
+    def refusals(
+        self, problems: Sequence[Problem], *, unless_said: bool = True
+    ) -> dict[Problem, str]:
+        """The problems that the callable takes no call of, and why.
 
-    def serves(self, problem: Problem) -> str | None:
-        """Why the callable cannot be called on a problem, as far as it says, or None."""
-        found: str | None = self._told("serves", problem=problem.label)
-        return found
+        unless_said: without `supports`, it takes calls of all that its parameters fit; otherwise
+        only of what most functions do.
+        """
+        labels = [problem.label for problem in problems]
+        answers = self._told("refusals", problems=labels, unless_said=unless_said)
+        return {p: why for p, why in zip(problems, answers, strict=True) if why}
 
     def _told(self, do: str, **asked: Any) -> Any:
         """Ask functions of the user's file. Raises KernelError if they fail."""
@@ -233,59 +235,48 @@ class Tracer:
         """
         key = self.key(problem, values)
         entry = self._cache_dir / key[:2] / key
-        done: Future[Traced] = Future()
         config: dict[str, Any] = {"problem": problem.label, "values": dict(values)}
         kept = self._read(entry)
         if kept is not None and (kept.cases is not None or not cases):
+            done: Future[Traced] = Future()
             done.set_result(kept)
             return done
         if kept is not None:
             asked = self._ask("cases", **config, folder=str(entry))
-            asked.add_done_callback(partial(self._add_cases, entry, kept, done))
-            return done
+            return _then(asked, partial(self._with_cases, entry, kept))
         try:
             entry.parent.mkdir(parents=True, exist_ok=True)
             aside = tempfile.mkdtemp(prefix=".new-", dir=entry.parent)
         except OSError as error:
             raise unwritable(error, entry.parent) from error
         asked = self._ask("trace", **config, folder=aside, cases=cases)
+        made = _then(asked, partial(self._published, entry, aside))
+        made.add_done_callback(lambda _: shutil.rmtree(aside, ignore_errors=True))
+        return made
 
-        def publish(answer: Future[Any]) -> None:
-            try:
-                found = answer.result()
-                text = json.dumps({"format": _FORMAT, **found})
-                Path(aside, "trace.json").write_text(text, encoding="utf-8")
-                for group in Path(aside).rglob("__grp__*"):  # which has whole paths of its files
-                    moved = group.read_text(encoding="utf-8").replace(aside, str(entry))
-                    group.write_text(moved, encoding="utf-8")
-                if entry.exists() and self._read(entry) is None:  # damaged, or of other files
-                    shutil.rmtree(entry, ignore_errors=True)
-                with contextlib.suppress(OSError):  # a faster process has written it
-                    os.replace(aside, entry)
-                made = self._read(entry)
-                if made is None:
-                    raise CompileError("what was compiled cannot be read again", log=str(entry))
-                # What was faster may be there without the cases that were asked for here.
-                own = _cases(found)
-                done.set_result(made if own is None else replace(made, cases=own))
-            except BaseException as error:
-                done.set_exception(error)
-            finally:
-                shutil.rmtree(aside, ignore_errors=True)
+    def _published(self, entry: Path, aside: str, found: dict[str, Any]) -> Traced:
+        """The entry of an answer, whose cubins are in another folder."""
+        text = json.dumps({"format": _FORMAT, **found})
+        Path(aside, "trace.json").write_text(text, encoding="utf-8")
+        for group in Path(aside).rglob("__grp__*"):  # which has whole paths of its files
+            moved = group.read_text(encoding="utf-8").replace(aside, str(entry))
+            group.write_text(moved, encoding="utf-8")
+        if entry.exists() and self._read(entry) is None:  # damaged, or of other files
+            shutil.rmtree(entry, ignore_errors=True)
+        with contextlib.suppress(OSError):  # a faster process has written it
+            os.replace(aside, entry)
+        made = self._read(entry)
+        if made is None:
+            raise CompileError("what was compiled cannot be read again", log=str(entry))
+        # What was faster may be there without the cases that were asked for here.
+        own = _cases(found)
+        return made if own is None else replace(made, cases=own)
 
-        asked.add_done_callback(publish)
-        return done
-
-    def _add_cases(
-        self, entry: Path, kept: Traced, done: Future[Traced], answer: Future[Any]
-    ) -> None:
-        """Keep the cases of an entry that was made without."""
-        try:
-            found = {**json.loads((entry / "trace.json").read_bytes()), "cases": answer.result()}
-            self._keep(entry / "trace.json", found)
-            done.set_result(replace(kept, cases=_cases(found)))
-        except BaseException as error:
-            done.set_exception(error)
+    def _with_cases(self, entry: Path, kept: Traced, cases: Any) -> Traced:
+        """An entry that was made without cases, with these from now on."""
+        found = {**json.loads((entry / "trace.json").read_bytes()), "cases": cases}
+        self._keep(entry / "trace.json", found)
+        return replace(kept, cases=_cases(found))
 
     def close(self) -> None:
         """End the process; what is not traced by then never is."""
@@ -355,6 +346,20 @@ class Tracer:
             return Traced(*own, _cases(found), found["why"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+def _then(asked: Future[Any], make: Callable[[Any], Traced]) -> Future[Traced]:
+    """What is made of an answer, once it is there."""
+    made: Future[Traced] = Future()
+
+    def answered(answer: Future[Any]) -> None:
+        try:
+            made.set_result(make(answer.result()))
+        except BaseException as error:
+            made.set_exception(error)
+
+    asked.add_done_callback(answered)
+    return made
 
 
 class Tracers:

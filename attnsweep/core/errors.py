@@ -166,3 +166,6 @@ class FileError(AttnsweepError):
 
 class Unavailable(Exception):
     """A baseline, or a callable, that cannot run a problem here; the message is the reason."""
+
+    status = "skipped"
+    """Of its row: see Status."""

@@ -76,6 +76,14 @@ class _OfItems(_Layout):
         """The keys of each item: the first, and the one after the last."""
         raise NotImplementedError
 
+    def shapes(self, batch: int, seqlen_k: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
+        """The inputs of a call, int32, that tell which keys there are."""
+        return {"key_range": (batch, 2)}
+
+    def values(self, batch: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:  # noqa: ARG002
+        """The numbers that these inputs hold."""
+        return {"key_range": self.ranges(batch, seqlen_k)}
+
     def diagonals(self, interval: Interval, seqlen_q: int, seqlen_k: int) -> Range:
         """(low, high): query i sees the keys i + low to i + high that there are."""
         return interval.diagonals(seqlen_q, seqlen_k)
@@ -117,7 +125,7 @@ class Dense(_OfItems):
         return ((0, seqlen_k),) * batch
 
     def shapes(self, batch: int, seqlen_k: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
-        """The inputs of a call, int32, that tell which keys there are: none."""
+        """The inputs that tell which keys there are: none."""
         return {}
 
     def values(self, batch: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:  # noqa: ARG002
@@ -175,14 +183,6 @@ class Padded(_OfItems):
     def ranges(self, batch: int, seqlen_k: int) -> tuple[Range, ...]:
         """The keys of each item: the first, and the one after the last."""
         return _ranges(self, batch, seqlen_k)
-
-    def shapes(self, batch: int, seqlen_k: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
-        """The input that tells the keys of each item: the first, and the one after the last."""
-        return {"key_range": (batch, 2)}
-
-    def values(self, batch: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:  # noqa: ARG002
-        """What the input `key_range` holds: each item's first key, and the one after its last."""
-        return {"key_range": self.ranges(batch, seqlen_k)}
 
     def faults(self, p: Problem) -> Iterator[Fault]:
         """Name what a problem with this layout cannot have."""
@@ -324,14 +324,6 @@ class Gathered(_OfItems):
     def ranges(self, batch: int, seqlen_k: int) -> tuple[Range, ...]:  # noqa: ARG002
         """The keys of each item."""
         return tuple((seqlen_k - length, seqlen_k) for length in self.lengths)
-
-    def shapes(self, batch: int, seqlen_k: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
-        """The input that tells the keys of each item."""
-        return {"key_range": (batch, 2)}
-
-    def values(self, batch: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:  # noqa: ARG002
-        """What the input `key_range` holds: each item's first key, and the one after its last."""
-        return {"key_range": self.ranges(batch, seqlen_k)}
 
 
 @dataclass(frozen=True, slots=True)

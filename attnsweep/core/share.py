@@ -19,7 +19,7 @@ class ShareError(ValueError):
         self.hint = hint
 
 
-def share(value: object, least: float = LEAST) -> float:
+def share(value: object) -> float:
     """Read a share: a number, 0.02, or a text in percent, `2%`. Raises ShareError."""
     match = re.fullmatch(IN_PERCENT, value.strip()) if isinstance(value, str) else None
     if match is not None:
@@ -28,11 +28,11 @@ def share(value: object, least: float = LEAST) -> float:
         found = float(value)
     else:
         raise ShareError(f"must be a share, not {value!r}")
-    if least <= found <= MOST:
+    if LEAST <= found <= MOST:
         return found
     meant = match is None and MOST < found <= 100 * MOST
     raise ShareError(
-        f"must be between {100 * least:g}% and {100 * MOST:g}%, not {value}",
+        f"must be between {100 * LEAST:g}% and {100 * MOST:g}%, not {value}",
         f"did you mean {found:g}%, which is {found / 100:g}?" if meant else HINT,
     )
 

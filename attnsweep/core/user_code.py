@@ -16,6 +16,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -55,23 +56,16 @@ def source_of(name: str) -> bytes | None:
     """
     importlib.invalidate_caches()
     file, _, _ = Asked.of(name).call.rpartition(":")
-    with suppress(ImportError, AttributeError, LookupError, ValueError, OSError), _from_here():
+    with suppress(ImportError, StopIteration, ValueError, OSError), _from_here():
         if not file.endswith(".py"):
-            parts, places = file.split("."), None
-            for end, part in enumerate(parts, 1):
-                of_package = (".".join(parts[:end]), places)
-                every = (finder.find_spec(*of_package) for finder in sys.meta_path)
-                spec, without_init = None, False
-                with suppress(KeyError):  # without __init__, in a package that is not imported
-                    without_init = True
-                    spec = next(filter(None, every), None)
-                    without_init = spec is not None and spec.origin is None
-                file, inside = getattr(spec, "origin", None) or "", None
-                if without_init:
-                    inside = [os.path.join(at, part) for at in places or sys.path]
-                elif spec is not None:
-                    inside = spec.submodule_search_locations
-                places = inside or ()
+            first, *rest = file.split(".")
+            spec: Any = next(filter(None, (each.find_spec(first, None) for each in sys.meta_path)))
+            if rest:
+                inside = [
+                    os.path.join(at, *rest[:-1]) for at in spec.submodule_search_locations or ()
+                ]
+                spec = PathFinder.find_spec(rest[-1], inside)
+            file = getattr(spec, "origin", None) or ""
         return Path(file).read_bytes()
     return None
 
@@ -240,6 +234,13 @@ def memory_of(tensor: Any) -> object:
     return id(tensor)
 
 
+def type_of(torch: Any, dtype: str) -> Any:
+    """PyTorch's type of such numbers."""
+    types = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+    types |= {"bool": "bool", "int32": "int32"}
+    return getattr(torch, types.get(dtype, "float8_e4m3fn"))
+
+
 class BoundFunction:
     """Calls a callable on a problem's inputs, and returns its outputs as (batch, heads, …)."""
 
@@ -296,10 +297,9 @@ class BoundFunction:
             return self._memory[name]
         if name == "lse":
             return torch.empty(problem.shape_of(name), dtype=torch.float32, device=device)
-        types = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
         batch, heads, rows, columns = problem.shape_of(*problem.outputs)
         sizes = (batch, rows, heads, columns) if self._turned else (batch, heads, rows, columns)
-        return torch.empty(sizes, dtype=types[problem.out_dtype], device=device)
+        return torch.empty(sizes, dtype=type_of(torch, problem.out_dtype), device=device)
 
     def _written(self, made: Any, into: Mapping[str, Any]) -> Any:
         """The outputs of a call that got tensors to write to, some of which it may return too."""

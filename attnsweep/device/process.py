@@ -99,9 +99,7 @@ def started_by(ancestor: int) -> dict[int, str]:
     stats: dict[int, list[str]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
-            stats[int(stat.parent.name)] = (
-                stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            )
+            stats[int(stat.parent.name)] = _fields(stat)
     found = [ancestor]
     for one in found:
         found += [pid for pid, fields in stats.items() if fields[1] == str(one)]
@@ -112,14 +110,13 @@ def end_all(these: Mapping[int, str]) -> None:
     """Kill the processes of started_by that still run."""
     for pid, began in these.items():
         with contextlib.suppress(OSError):
-            if (
-                Path(f"/proc/{pid}/stat")
-                .read_text(encoding="utf-8", errors="replace")
-                .rpartition(")")[2]
-                .split()[19]
-                == began
-            ):
+            if _fields(Path(f"/proc/{pid}/stat"))[19] == began:
                 os.kill(pid, signal.SIGKILL)
+
+
+def _fields(stat: Path) -> list[str]:
+    """What Linux says of a process, behind its name."""
+    return stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
 
 
 class HelperProcess:

@@ -98,15 +98,17 @@ class Config(Mapping[str, Value]):
         return " ".join(f"{name}={text_of(value)}" for name, value in self.items())
 
 
-def values_in(text: str) -> dict[str, str]:
-    """The mapping of texts in `BLOCK_M=64 BLOCK_N=128 …`. Raises KernelError for any other text."""
+def values_in(text: str, where: str | None = None) -> dict[str, str]:
+    """The mapping of texts in `BLOCK_M=64 BLOCK_N=128 …`. Raises KernelError for any other text.
+
+    where: the option that it is of.
+    """
     values = {}
     for part in text.split():
         name, equals, value = part.partition("=")
         if not equals or not value:
-            raise KernelError(
-                f"not a parameter's value: {part!r}", hint="write NAME=VALUE, like BLOCK_M=64"
-            )
+            what, hint = f"not a parameter's value: {part!r}", "write NAME=VALUE, like BLOCK_M=64"
+            raise KernelError(what, where=where, hint=hint)
         values[name] = value
     return values
 
@@ -115,6 +117,11 @@ def value_of(text: str) -> Value:
     """The value that a text says where nothing declares it: null, true, a number or the text."""
     known: dict[str, Value] = {"null": None, "true": True, "false": False}
     return known.get(text, int(text) if text.lstrip("-").isdigit() else text)
+
+
+def config_in(text: str, where: str | None = None) -> Config:
+    """The config in `BLOCK_M=64 num_warps=4 …`, of values that nothing declares: see values_in."""
+    return Config({name: value_of(value) for name, value in values_in(text, where).items()})
 
 
 def text_of(value: Value) -> str:

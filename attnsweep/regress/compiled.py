@@ -8,7 +8,7 @@ register more, decide nothing: `changed`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from pathlib import Path
@@ -25,15 +25,14 @@ from attnsweep.core.errors import SpecError, ToolchainError
 from attnsweep.core.files import read_code
 from attnsweep.core.hardware import Arch, arch_on
 from attnsweep.core.observer import Observer
-from attnsweep.core.problem import Problem, Value, ceil_div
+from attnsweep.core.problem import ceil_div
 from attnsweep.core.trial import Resources, Status
 from attnsweep.regress.ab_test import RECORD, Ended, said
 from attnsweep.regress.budget import Budget
-from attnsweep.regress.calls import both_calls, covered, pairs_of_calls
-from attnsweep.regress.live import Late, Pair, Tell, asked_of, pairs_of, shown_row
-from attnsweep.regress.verdicts import Comparison, Finding, StageCode, Verdict, differences
+from attnsweep.regress.live import Late, Pair, Sides, Tell, Winners, shown_row
+from attnsweep.regress.verdicts import Comparison, Finding, StageCode, Verdict
 from attnsweep.specs.load import SweepSpec
-from attnsweep.store.run import Run, environment_of
+from attnsweep.store.run import environment_of
 
 PROVES = (
     "Both sides were compiled for {}. In a regression a kernel has more bytes of spills or of "
@@ -49,41 +48,7 @@ Stages = dict[str, dict[str, Any]]
 
 
 def check_code(
-    spec: SweepSpec,
-    baseline: Run,
-    *,
-    budget_s: float | None = None,
-    cache_dir: Path | None = None,
-    observer: Observer | None = None,
-    tell: Tell | None = None,
-) -> Comparison:
-    """The verdict on the code of every problem: a run's winners against today's kernels.
-
-    Both are for the card of the run. The arguments are those of live.check. Raises SpecError,
-    StoreError or ToolchainError.
-    """
-    budget = Budget(spec.check.budget_s if budget_s is None else budget_s)
-    card = environment_of(baseline)
-    if spec.arch not in (None, card.arch):
-        what = f"the spec is for {spec.arch}, the baseline's {card.gpu} is {card.arch}"
-        raise SpecError(what, where=str(spec.document.path), hint="give the baseline's spec")
-    compiler = compiler_for(spec, arch_on(card), cache_dir)
-    try:
-        pairs = pairs_of(spec, baseline, asked_of(spec, baseline), compiler, card, None, None)
-        findings = _findings(pairs, spec, budget, observer or Observer(), tell)
-    finally:
-        compiler.close()
-    nvrtc = ".".join(map(str, nvrtc_version()))
-    compared = _comparison(baseline.directory, spec.document.path, findings, compiler, budget)
-    differ = differences(card, card.model_copy(update={"nvrtc": nvrtc}))
-    return replace(compared, differences=tuple(differ), damage=tuple(baseline.warnings))
-
-
-def check_code_of_calls(
-    old: str,
-    new: str,
-    problems: Sequence[Problem],
-    config: Mapping[str, Value],
+    sides: Sides,
     arch: Arch,
     *,
     budget_s: float | None = None,
@@ -91,58 +56,37 @@ def check_code_of_calls(
     observer: Observer | None = None,
     tell: Tell | None = None,
 ) -> Comparison:
-    """The verdict on the code of two callables on each problem, compiled for `arch`.
+    """The verdict on the code of every problem. The arguments are those of live.check.
 
-    The other arguments, and errors, are those of calls.check_calls.
+    arch: for callables; winners of a run are compiled for its card. Raises SpecError, StoreError or
+    ToolchainError.
     """
-    with both_calls(old, new, problems) as (spec, before):
-        budget = Budget(spec.check.budget_s if budget_s is None else budget_s)
+    spec, budget, here = sides.spec, sides.budget(budget_s), None
+    observer, findings = observer or Observer(), list[Finding]()
+    if isinstance(sides, Winners):
+        card = environment_of(sides.baseline)
+        if spec.arch not in (None, card.arch):
+            what = f"the spec is for {spec.arch}, the baseline's {card.gpu} is {card.arch}"
+            raise SpecError(what, where=str(spec.document.path), hint="give the baseline's spec")
+        compiler = compiler_for(spec, arch_on(card), cache_dir)
+        here = card.model_copy(update={"nvrtc": ".".join(map(str, nvrtc_version()))})
+    else:
         compiler = Compiler(arch, cache_dir, templates=False)
-        try:
-            pairs = pairs_of_calls(spec, before, config, compiler)
-            covers = covered(spec, before, config, compiler)
-            findings = _findings(pairs, spec, budget, observer or Observer(), tell)
-        finally:
-            compiler.close()
-    compared = _comparison(Path(old), Path(new), findings, compiler, budget)
-    return replace(compared, does_not_prove=f"{DOES_NOT_PROVE} {covers.removesuffix(',')}.")
-
-
-def _comparison(
-    old: Path, new: Path, findings: Sequence[Finding], compiler: Compiler, budget: Budget
-) -> Comparison:
-    return Comparison(
-        old,
-        new,
-        None,
-        tuple(findings),
-        (),
-        proves=PROVES.format(compiler.arch.name),
-        does_not_prove=DOES_NOT_PROVE,
-        budget_s=budget.total_s,
-        took_s=budget.spent_s,
-    )
-
-
-def _findings(
-    pairs: Sequence[Pair | Finding],
-    spec: SweepSpec,
-    budget: Budget,
-    observer: Observer,
-    tell: Tell | None,
-) -> list[Finding]:
-    """The finding for each pair, in order."""
-    found = []
-    for pair in pairs:
-        begin_s = budget.spent_s
-        if not isinstance(pair, Finding):
-            observer.opening(pair.problem, 1, 0)
-            pair = _finding(pair, spec, budget)
-            observer.compiled(1, 1)
-        found.append(replace(pair, took_s=budget.spent_s - begin_s))
-        if tell is not None:
-            tell(found[-1])
-    return found
+    with compiler:
+        pairs, covers = sides.pairs(compiler, here), sides.covers(compiler)
+        for pair in pairs:
+            begin_s = budget.spent_s
+            if not isinstance(pair, Finding):
+                observer.opening(pair.problem, 1, 0)
+                pair = _finding(pair, spec, budget)
+                observer.compiled(1, 1)
+            findings.append(replace(pair, took_s=budget.spent_s - begin_s))
+            if tell is not None:
+                tell(findings[-1])
+    said = f"{DOES_NOT_PROVE} {covers.removesuffix(',')}." if covers else DOES_NOT_PROVE
+    proves = PROVES.format(compiler.arch.name)
+    facts = {"slower": None, "proves": proves, "does_not_prove": said}
+    return sides.comparison(findings, budget, here, **facts)
 
 
 def _finding(pair: Pair, spec: SweepSpec, budget: Budget) -> Finding:

@@ -12,13 +12,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from attnsweep.bench.gpu import Gpu, WorkerError
 from attnsweep.bench.worker import Worker
-from attnsweep.compile.builds import build_of
+from attnsweep.compile.calls import build_of
 from attnsweep.compile.candidate import Build, compiled_candidate, workspace_limit
 from attnsweep.compile.cubin import compiler_for
 from attnsweep.compile.launches import Candidate, LaunchPlan, Plan
@@ -103,29 +103,73 @@ class Pair:
             return
 
 
+@dataclass(frozen=True)
+class Sides:
+    """Old and new code for the problems of a spec. old, new: as a Comparison has them.
+
+    slower: share by which new code may be slower, for all problems (default: the spec's for each).
+    """
+
+    spec: SweepSpec
+    old: Path
+    new: Path
+    slower: float | None = None
+    without_gpu = ""
+    """What compares them without a GPU, beside --mode compile."""
+
+    def pairs(self, compiler: Compiler, here: Environment | None, /) -> list[Pair | Finding]:
+        """For each problem, a pair that is already compiling, or why there is none.
+
+        here: the card.
+        """
+        raise NotImplementedError
+
+    def covers(self, _compiler: Compiler, /) -> str:
+        """A sentence on what is compared; empty of a run's winners."""
+        return ""
+
+    def budget(self, asked_s: float | None) -> Budget:
+        """The time of a whole check, which begins: as asked for, or the spec's."""
+        return Budget(self.spec.check.budget_s if asked_s is None else asked_s)
+
+    def comparison(
+        self, findings: Sequence[Finding], budget: Budget, here: Environment | None, **said: Any
+    ) -> Comparison:
+        """The findings with what they rest on. here: as it is now. said: of Comparison."""
+        share = self.spec.check.slower if self.slower is None else self.slower
+        facts = {"slower": share, "findings": tuple(findings), **self._facts(here), **said}
+        times = {"budget_s": budget.total_s, "took_s": budget.spent_s}
+        return Comparison(self.old, self.new, **facts, **times)  # type: ignore[arg-type]
+
+    def timed(
+        self, findings: Sequence[Finding], budget: Budget, here: Environment, covers: str = ""
+    ) -> Comparison:
+        """The comparison of times. covers: what is compared."""
+        said = f"{covers} with a warm L2, in one process that both sides share."
+        proof = {"proves": PROVES, "does_not_prove": said if covers else DOES_NOT_PROVE}
+        return self.comparison(findings, budget, here, interval="99.9 % interval", **proof)
+
+    def _facts(self, _here: Environment | None, /) -> dict[str, Any]:
+        return {}
+
+
 def check(
-    spec: SweepSpec,
-    baseline: Run,
+    sides: Sides,
     *,
-    slower: float | None = None,
     budget_s: float | None = None,
-    other_driver: bool = False,
     wait: bool = False,
     cache_dir: Path | None = None,
     observer: Observer | None = None,
     tell: Tell | None = None,
 ) -> Comparison:
-    """The verdict on every problem of the spec, then on problems that only the baseline has.
+    """The verdict on every problem: may the new code take the place of the old?
 
-    slower: share by which new code may be slower, for all problems (default: the spec's for each).
     budget_s: seconds of the whole check, after which problems that are not decided are inconclusive
-    (default: the spec's). other_driver: also compare with a baseline measured with another driver.
-    wait: for another run that times on the card, which is no part of the budget; otherwise
-    BusyError. tell: gets each finding as soon as it is there. Raises NoGpuError, SpecError or
-    ToolchainError; any other failure is the verdict of its problem.
+    (default: the spec's). wait: for another run that times on the card, which is no part of the
+    budget; otherwise BusyError. tell: gets each finding as soon as it is there. Raises NoGpuError,
+    SpecError or ToolchainError; any other failure is the verdict of its problem.
     """
-    budget = Budget(spec.check.budget_s if budget_s is None else budget_s)
-    observer = observer or Observer()
+    spec, budget, observer = sides.spec, sides.budget(budget_s), observer or Observer()
     refuse_replay(spec)
     with (
         ExitStack() as locks,  # until the worker has stopped
@@ -134,19 +178,13 @@ def check(
         try:
             here = gpu.describe()
         except NoGpuError as error:
-            raise not_compared(error, _RUNS) from error
-        arch = arch_of(spec, here)
+            raise not_compared(error, sides) from error
         with budget.paused():
             locks.enter_context(held(here.uuid, here.gpu, wait=wait, say=observer.note))
-        compiler = compiler_for(spec, arch, cache_dir)
-        try:
-            elsewhere = elsewhere_of(baseline, here, other_driver=other_driver)
-            asked = asked_of(spec, baseline)
-            pairs = pairs_of(spec, baseline, asked, compiler, here, elsewhere, slower)
+        with compiler_for(spec, arch_of(spec, here), cache_dir) as compiler:
+            pairs, covers = sides.pairs(compiler, here), sides.covers(compiler)
             findings = Gate(spec, gpu, observer, budget).run(pairs, tell)
-        finally:
-            compiler.close()
-    return comparison(spec, baseline, here, findings, slower, budget)
+    return sides.timed(findings, budget, here, covers)
 
 
 def refuse_replay(spec: SweepSpec) -> None:
@@ -159,45 +197,11 @@ def refuse_replay(spec: SweepSpec) -> None:
         )
 
 
-_RUNS = "and attnsweep check --recorded OLD NEW compares two runs"
-
-
-def not_compared(error: NoGpuError, *more: str) -> NoGpuError:
-    """The error with what works without a GPU. more: lines on that."""
-    lines = [error.hint] if error.hint else []
-    lines += ["without a GPU, --mode compile compares the machine code of both sides", *more]
-    what = f"{error.what}. Nothing was compared."
-    return NoGpuError(what, where=error.where, hint="\n  ".join(lines))
-
-
-def asked_of(spec: SweepSpec, baseline: Run) -> list[Problem]:
-    """The spec's problems, then those that only the baseline has a verdict on."""
-    asked = [entry.problem for entry in spec.problems]
-    return list(dict.fromkeys([*asked, *(trial.problem for trial in baseline.trials)]))
-
-
-def comparison(
-    spec: SweepSpec,
-    baseline: Run,
-    here: Environment,
-    findings: Sequence[Finding],
-    slower: float | None,
-    budget: Budget,
-) -> Comparison:
-    """The findings with what they rest on."""
-    return Comparison(
-        baseline.directory,
-        spec.document.path,
-        spec.check.slower if slower is None else slower,
-        tuple(findings),
-        tuple(differences(baseline.environment, here)),
-        interval="99.9 % interval",
-        proves=PROVES,
-        does_not_prove=DOES_NOT_PROVE,
-        damage=tuple(baseline.warnings),
-        budget_s=budget.total_s,
-        took_s=budget.spent_s,
-    )
+def not_compared(error: NoGpuError, sides: Sides) -> NoGpuError:
+    """The error with what works without a GPU."""
+    lines = [error.hint, "without a GPU, --mode compile compares the machine code of both sides"]
+    hint = "\n  ".join(filter(None, [*lines, sides.without_gpu]))
+    return NoGpuError(f"{error.what}. Nothing was compared.", where=error.where, hint=hint)
 
 
 # -- what is compared -----------------------------------------------------------------------
@@ -258,54 +262,77 @@ def _today(
         raise Ended(Verdict.WRONG, f"{where}{error.what}") from error
 
 
-def elsewhere_of(baseline: Run, here: Environment, *, other_driver: bool) -> str | None:
-    """Why times of the baseline's code here would be of another card or driver, or None."""
-    old = baseline.environment
-    elsewhere = other_card(old, here)
-    if elsewhere is None and not other_driver and old and old.driver != here.driver:
-        elsewhere = (
-            f"the baseline used driver {old.driver}, this machine has {here.driver}; add "
-            "--other-driver to time its code with this one"
-        )
-    return elsewhere
+@dataclass(frozen=True)
+class Winners(Sides):
+    """The winners of a recorded run, and the same configs of today's kernels.
 
-
-def pairs_of(
-    spec: SweepSpec,
-    baseline: Run,
-    problems: Sequence[Problem],
-    compiler: Compiler,
-    here: Environment,
-    elsewhere: str | None,
-    slower: float | None,
-) -> list[Pair | Finding]:
-    """For each of these problems, a pair that is already compiling, or why there is none.
-
-    here: the card. elsewhere: why it is not the baseline's, or None. slower: see `check`.
+    other_driver: also compare with a baseline measured with another driver.
     """
-    before = {s.problem: s.winner for s in sections_of(baseline)}
-    own = {entry.problem: entry.slower for entry in spec.problems}
-    limit = workspace_limit(spec, here.memory_bytes)
-    found: list[Pair | Finding] = []
-    for problem in problems:
-        row = before.get(problem)
-        try:
-            if problem not in own:
-                raise Ended(Verdict.INCONCLUSIVE, f"only the baseline has it; {RECORD}")
-            if elsewhere is not None:
-                raise Ended(Verdict.INCONCLUSIVE, f"{elsewhere}; {RECORD}")
-            if problem not in before:
-                raise Ended(Verdict.INCONCLUSIVE, f"the baseline lacks this problem; {RECORD}")
-            if row is None:
-                raise Ended(Verdict.INCONCLUSIVE, "no candidate is ok in the baseline")
-            old = _kept(baseline, row["trial"], compiler)
-            build = _today(row["trial"], spec.families, compiler, limit)
-            build.submit()
-            share = slower if slower is not None else own[problem] or spec.check.slower
-            found.append(Pair(problem, share, row, old, build))
-        except Ended as ended:
-            found.append(Finding(problem.label, ended.verdict, ended.why, shown_row(row)))
-    return found
+
+    baseline: Run = field(kw_only=True)
+    other_driver: bool = field(default=False, kw_only=True)
+    without_gpu = "and attnsweep check --recorded OLD NEW compares two runs"
+
+    @classmethod
+    def of(cls, spec: SweepSpec, baseline: Run, slower: float | None = None, **how: Any) -> Winners:
+        """Those of a run, compared by a spec."""
+        return cls(spec, baseline.directory, spec.document.path, slower, baseline=baseline, **how)
+
+    @property
+    def problems(self) -> list[Problem]:
+        """The spec's problems, then those that only the baseline has a verdict on."""
+        asked = [entry.problem for entry in self.spec.problems]
+        return list(dict.fromkeys([*asked, *(trial.problem for trial in self.baseline.trials)]))
+
+    def _facts(self, here: Environment | None) -> dict[str, Any]:
+        differ = tuple(differences(self.baseline.environment, here))
+        return {"differences": differ, "damage": tuple(self.baseline.warnings)}
+
+    def _elsewhere(self, here: Environment) -> str | None:
+        """Why times of the baseline's code here would be of another card or driver, or None."""
+        old = self.baseline.environment
+        elsewhere = other_card(old, here)
+        if elsewhere is None and not self.other_driver and old and old.driver != here.driver:
+            elsewhere = (
+                f"the baseline used driver {old.driver}, this machine has {here.driver}; add "
+                "--other-driver to time its code with this one"
+            )
+        return elsewhere
+
+    def pairs(
+        self,
+        compiler: Compiler,
+        here: Environment | None,
+        problems: Sequence[Problem] | None = None,
+    ) -> list[Pair | Finding]:
+        """See Sides. problems: those alone."""
+        assert here is not None
+        spec, elsewhere = self.spec, self._elsewhere(here)
+        before = {s.problem: s.winner for s in sections_of(self.baseline)}
+        own = {entry.problem: entry.slower for entry in spec.problems}
+        limit = workspace_limit(spec, here.memory_bytes)
+        found: list[Pair | Finding] = []
+        for problem in self.problems if problems is None else problems:
+            row = before.get(problem)
+            try:
+                if problem not in own:
+                    raise Ended(Verdict.INCONCLUSIVE, f"only the baseline has it; {RECORD}")
+                if elsewhere is not None:
+                    raise Ended(Verdict.INCONCLUSIVE, f"{elsewhere}; {RECORD}")
+                if problem not in before:
+                    raise Ended(Verdict.INCONCLUSIVE, f"the baseline lacks this problem; {RECORD}")
+                if row is None:
+                    raise Ended(Verdict.INCONCLUSIVE, "no candidate is ok in the baseline")
+                old = _kept(self.baseline, row["trial"], compiler)
+                build = _today(row["trial"], spec.families, compiler, limit)
+                build.submit()
+                share = self.slower
+                if share is None:
+                    share = own[problem] or spec.check.slower
+                found.append(Pair(problem, share, row, old, build))
+            except Ended as ended:
+                found.append(Finding(problem.label, ended.verdict, ended.why, shown_row(row)))
+        return found
 
 
 # -- the comparison -------------------------------------------------------------------------

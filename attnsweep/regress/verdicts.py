@@ -140,7 +140,7 @@ class Comparison:
     new: Path
     slower: float | None
     findings: tuple[Finding, ...]
-    differences: tuple[str, ...]
+    differences: tuple[str, ...] = ()
     interval: str = "interval"
     proves: str = ""
     does_not_prove: str = ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from functools import partial
 from typing import Annotated, Any, Literal, get_args
@@ -210,17 +210,17 @@ def _share(value: object) -> float:
         raise wrong(f"{{name}} {error}", error.hint) from error
 
 
+def _read_by(read: Callable[[Any], object], pattern: str, or_kind: Any = None) -> BeforeValidator:
+    """A field that `read` takes; in the schema it is a text of this pattern, or of another kind."""
+    kind: Any = Annotated[str, Field(pattern=f"^{pattern}$")]
+    return BeforeValidator(read, json_schema_input_type=or_kind | kind if or_kind else kind)
+
+
 Size = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
 Side = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)] | None
 Calls = Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)]
-Slower = Annotated[
-    float,
-    BeforeValidator(
-        _share,
-        json_schema_input_type=Annotated[float, Field(ge=share.LEAST, le=share.MOST)]
-        | Annotated[str, Field(pattern=f"^{share.IN_PERCENT}$")],
-    ),
-]
+_Share = Annotated[float, Field(ge=share.LEAST, le=share.MOST)]
+Slower = Annotated[float, _read_by(_share, share.IN_PERCENT, _Share)]
 """A share by which a check lets code become slower: 0.02, or 2%."""
 ParameterValue = Annotated[
     Any,
@@ -247,13 +247,7 @@ class KernelSpec(BaseModel):
     family: StrictStr = ""
     """The family, if the space has a name of its own: a family may have several spaces, and a
     problem names those that it gets under `kernels` (default: the name)."""
-    call: Annotated[
-        str,
-        BeforeValidator(
-            _launcher_name,
-            json_schema_input_type=Annotated[str, Field(pattern=f"^({_LAUNCHER})?$")],
-        ),
-    ] = ""
+    call: Annotated[str, _read_by(_launcher_name, f"({_LAUNCHER})?")] = ""
     """A launcher of yours in place of a family, FILE.py:FUNCTION. Parameters are its keywords, or
     those of the autotuner that it launches; none: that autotuner's configs. null leaves one out.
     With `?factory=true` it is called once, with `problem` and them, and returns the launcher."""
@@ -272,23 +266,9 @@ ArchName = Annotated[
     BeforeValidator(_arch_name),
     WithJsonSchema({"enum": sorted({*ARCHS, *(name.rstrip("a") for name in ARCHS)})}),
 ]
-_OneBaseline = Annotated[
-    str,
-    BeforeValidator(
-        _baseline_name,
-        json_schema_input_type=BaselineName
-        | Annotated[str, Field(pattern=f"^({CALLABLE.pattern})$")],
-    ),
-]
-Bytes = Annotated[
-    int,
-    Field(strict=True, ge=0),
-    BeforeValidator(
-        _bytes,
-        json_schema_input_type=Annotated[int, Field(ge=0)]
-        | Annotated[str, Field(pattern=f"^{_SIZE.pattern}$")],
-    ),
-]
+_OneBaseline = Annotated[str, _read_by(_baseline_name, f"({CALLABLE.pattern})", BaselineName)]
+_Natural = Annotated[int, Field(ge=0)]
+Bytes = Annotated[int, Field(strict=True, ge=0), _read_by(_bytes, _SIZE.pattern, _Natural)]
 
 
 class _Model(BaseModel):
@@ -300,13 +280,7 @@ class _Model(BaseModel):
 class CallableSpec(_Model):
     """A callable of the user's, and how it is called."""
 
-    call: Annotated[
-        str,
-        BeforeValidator(
-            partial(_callable_name, pattern=CALL),
-            json_schema_input_type=Annotated[str, Field(pattern=f"^{CALL}$")],
-        ),
-    ]
+    call: Annotated[str, _read_by(partial(_callable_name, pattern=CALL), CALL)]
     """MODULE:FUNCTION or FILE.py:FUNCTION."""
     graph: StrictBool | None = None
     """true: it is refused if no CUDA graph holds its calls. false: they are issued one by one
@@ -337,13 +311,7 @@ Baselines = Annotated[
         json_schema_input_type=Literal["all"] | _OneBaseline | list[_OneBaseline] | _Labelled,
     ),
 ]
-_OneCallable = Annotated[
-    str,
-    BeforeValidator(
-        _callable_name,
-        json_schema_input_type=Annotated[str, Field(pattern=f"^({CALLABLE.pattern})$")],
-    ),
-]
+_OneCallable = Annotated[str, _read_by(_callable_name, f"({CALLABLE.pattern})")]
 Callables = Annotated[
     list[_OneCallable],
     BeforeValidator(

@@ -23,6 +23,7 @@ from attnsweep.core import files
 from attnsweep.core.errors import StoreError
 from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import Trial
+from attnsweep.store.rows import first_fault
 from attnsweep.store.run import CUBINS, _store_error
 from attnsweep.store.store import Writer
 
@@ -87,9 +88,7 @@ def read_code(of_run: Path, winner: Trial) -> Plan:
     except OSError as error:
         raise StoreError(f"cannot be read: {error.strerror}", where=str(path)) from error
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        what = f"not the launches of a winner: {place}: {first['msg']}"
+        what = f"not the launches of a winner: {first_fault(error)}"
         raise StoreError(what, where=str(path), hint=_AGAIN) from error
     if code.config != dict(winner.config) or code.plan.problem != winner.problem:
         what = "the stored code is not the winner's"

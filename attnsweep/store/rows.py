@@ -188,7 +188,7 @@ class RowReader:
         try:
             trial = Trial.model_validate_json(line)
         except ValidationError as error:
-            return _first(error)
+            return first_fault(error)
         except AttnsweepError as error:
             return error.what
         for part in (trial, *(each for each in trial.__dict__.values() if _is_model(type(each)))):
@@ -294,7 +294,7 @@ def row_bytes(trial: Trial) -> bytes:
     return to_json(trial.model_dump(mode="json"), inf_nan_mode="strings") + b"\n"
 
 
-def _first(error: ValidationError) -> str:
+def first_fault(error: ValidationError) -> str:
     """The first thing that is wrong, with its place."""
     first = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(map(str, first["loc"]))

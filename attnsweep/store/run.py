@@ -30,7 +30,7 @@ from pydantic import ValidationError
 from attnsweep.core.errors import StoreError, reason
 from attnsweep.core.files import pack_code, write_file
 from attnsweep.core.trial import Environment, Trial
-from attnsweep.store.rows import _first, _printable, read_rows, row_bytes
+from attnsweep.store.rows import _printable, first_fault, read_rows, row_bytes
 
 TRIALS = "trials.jsonl"
 PACKED = "trials.jsonl.xz"
@@ -170,7 +170,7 @@ def _read(path: Path, parse: Callable[[bytes], T], missing: T) -> tuple[T, str |
     except OSError as error:
         return missing, f"{path}: cannot be read: {error.strerror}"
     except ValidationError as error:
-        return missing, f"{path}: not an environment: {_first(error)}"
+        return missing, f"{path}: not an environment: {first_fault(error)}"
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         return missing, f"{path}: not JSON: {error}"
     except ValueError as error:

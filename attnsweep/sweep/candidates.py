@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from attnsweep.choose.search import Proposals, Search, search_of
-from attnsweep.compile.builds import builds_of
+from attnsweep.compile.calls import builds_of
 from attnsweep.compile.candidate import Build, as_ready
 from attnsweep.compile.nvrtc import NOW, PERHAPS, SOON, Compiler
 from attnsweep.core.problem import Problem

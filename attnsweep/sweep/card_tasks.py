@@ -7,9 +7,10 @@ it for machine code.
 from __future__ import annotations
 
 import base64
+import inspect
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache
@@ -32,7 +33,7 @@ from attnsweep.specs.plan import plan
 from attnsweep.store.rows import row_bytes
 from attnsweep.store.run import Run
 from attnsweep.sweep.loop import Share, begin, sweep_problem
-from attnsweep.sweep.messages import CardFault, Message, Pipe
+from attnsweep.sweep.messages import PROGRESS, CardFault, Message, Pipe
 
 # If as many candidates fail at the start of a problem and none is right, the card is suspected.
 _FAILURES = 12
@@ -136,10 +137,6 @@ class Telling(Observer):
         self._elsewhere = label != self._open
         self._pipe.tell("trying_on", label=label, candidates=candidates)
 
-    def compiled(self, done: int, total: int) -> None:
-        """Candidates are ready."""
-        self._pipe.tell("compiled", done=done, total=total)
-
     def tried(self, trial: Trial, *, kept: bool = False) -> None:
         """A row is there: that of the last `row` message, or a kept or an unstored one."""
         unstored = kept or self._elsewhere
@@ -159,25 +156,20 @@ class Telling(Observer):
             what = f"{candidates} candidates all failed, the last one with: {self._last}"
             raise Suspected(what)
 
-    def racing(self, alive: int, entrants: int) -> None:
-        """Report the end of a round of the race."""
-        self._pipe.tell("racing", alive=alive, entrants=entrants)
 
-    def preparing(self, baseline: str, done: int, total: int) -> None:
-        """A baseline is being prepared."""
-        self._pipe.tell("preparing", baseline=baseline, done=done, total=total)
+def _telling(say: str) -> Callable[..., None]:
+    """Tells an event with its facts, by their names."""
+    event = inspect.signature(getattr(Observer, say))
 
-    def prepared(self, what: str, took_s: float, steps_s: Mapping[str, float]) -> None:
-        """Something is prepared."""
-        self._pipe.tell("prepared", what=what, took_s=took_s, steps_s=dict(steps_s))
+    def tell(self: Telling, *args: Any, **facts: Any) -> None:
+        _, *told = event.bind(self, *args, **facts).arguments.items()
+        self._pipe.tell(say, **dict(told))
 
-    def timing(self, done: int, total: int) -> None:
-        """Rounds are over."""
-        self._pipe.tell("timing", done=done, total=total)
+    return tell
 
-    def note(self, text: str) -> None:
-        """A text for people."""
-        self._pipe.tell("note", text=text)
+
+for _say in {*PROGRESS} - {*vars(Telling)}:
+    setattr(Telling, _say, _telling(_say))
 
 
 class _Movable:
@@ -252,9 +244,8 @@ class Tasks:
         from attnsweep.regress import live  # brings pandas, which a sweep does without
 
         here, problem = self._here, Problem.of(message["problem"])
-        elsewhere = live.elsewhere_of(baseline, here, other_driver=message["other_driver"])
-        of_run = self._spec, baseline, [problem], self.compiler, here, elsewhere
-        pairs = live.pairs_of(*of_run, message["slower"])
+        how = {"slower": message["slower"], "other_driver": message["other_driver"]}
+        pairs = live.Winners.of(self._spec, baseline, **how).pairs(self.compiler, here, [problem])
         (finding,) = live.Gate(self._spec, gpu, observer, budget).run(pairs)
         self._pipe.tell("done", finding=finding.to_json())
 

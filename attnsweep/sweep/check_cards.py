@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from attnsweep.compile.cubin import compiler_for
 from attnsweep.core.errors import NoGpuError
@@ -19,12 +18,11 @@ from attnsweep.core.observer import Observer
 from attnsweep.core.trial import Environment
 from attnsweep.device.cards import InstalledCard
 from attnsweep.regress.budget import Budget
-from attnsweep.regress.live import Tell, asked_of, comparison, not_compared, refuse_replay
+from attnsweep.regress.live import Tell, Winners, not_compared, refuse_replay
 from attnsweep.regress.verdicts import Comparison, Finding, Verdict
-from attnsweep.specs.load import SweepSpec
 from attnsweep.specs.plan import arch_of
 from attnsweep.store.rows import rows_of
-from attnsweep.store.run import SPEC, Run
+from attnsweep.store.run import SPEC
 from attnsweep.sweep import messages
 from attnsweep.sweep.assign import Assignment, Task
 from attnsweep.sweep.cards import (
@@ -42,13 +40,10 @@ _LEAST_SHARE_S = 15.0
 
 
 def check(
-    spec: SweepSpec,
-    baseline: Run,
+    sides: Winners,
     cards: Sequence[InstalledCard],
     *,
-    slower: float | None = None,
     budget_s: float | None = None,
-    other_driver: bool = False,
     wait: bool = False,
     cache_dir: Path | None = None,
     observer: Observer | None = None,
@@ -57,12 +52,11 @@ def check(
 ) -> Comparison:
     """The verdict on every problem, as `live.check` gives it, with a child process for each card.
 
-    silence_s: see `Fleet`; the other arguments and errors: see `live.check`. A
-    problem gets an equal share of the time that all cards have left when its card begins it. One
-    that no card could check is inconclusive.
+    silence_s: see `Fleet`; the other arguments and errors: see `live.check`. A problem gets an
+    equal share of the time that all cards have left when its card begins it. One that no card could
+    check is inconclusive.
     """
-    budget = Budget(spec.check.budget_s if budget_s is None else budget_s)
-    observer = observer or Observer()
+    spec, budget, observer = sides.spec, sides.budget(budget_s), observer or Observer()
     refuse_replay(spec)
     with ExitStack() as locks, ExitStack() as at_end:
         with budget.paused():
@@ -74,20 +68,18 @@ def check(
         try:
             here = engine.first()
         except NoGpuError as error:
-            raise not_compared(error) from error
-        compiler = compiler_for(spec, arch_of(spec, here), cache_dir)
-        at_end.callback(compiler.close)
+            raise not_compared(error, sides) from error
+        compiler = at_end.enter_context(compiler_for(spec, arch_of(spec, here), cache_dir))
         place = Path(at_end.enter_context(tempfile.TemporaryDirectory(prefix="attnsweep-")))
         (place / SPEC).write_text(spec.resolved(place), encoding="utf-8")
-        options = {"slower": slower, "other_driver": other_driver}
-        job = Checks(spec, baseline, here, place / SPEC, options, budget, observer, tell)
+        job = Checks(sides, here, place / SPEC, budget, observer, tell)
         for card in cards:
             job.meet(card, card.hashed)
         observer.planned([1] * len(job.problems), finals=False)
         began = time.monotonic()
         engine.run(job.assignment, job, compiler)
         observer.note(f"took {time.monotonic() - began:.0f} s on {len(cards)} cards")
-    return comparison(spec, baseline, here, job.findings, slower, budget)
+    return sides.timed(job.findings, budget, here)
 
 
 class Checks(Job):
@@ -95,19 +87,16 @@ class Checks(Job):
 
     def __init__(
         self,
-        spec: SweepSpec,
-        baseline: Run,
+        sides: Winners,
         here: Environment,
         written: Path,
-        options: Mapping[str, Any],
         budget: Budget,
         observer: Observer,
         tell: Tell | None,
     ) -> None:
         """written: where the spec lies."""
-        super().__init__(asked_of(spec, baseline), here, observer)
-        self._spec, self._baseline, self._written = spec, baseline, written
-        self._options, self._budget, self._tell = options, budget, tell
+        super().__init__(sides.problems, here, observer)
+        self._sides, self._written, self._budget, self._tell = sides, written, budget, tell
         self.assignment = Assignment([1 + problem.flops / 5e11 for problem in self.problems])
         self._found: dict[int, Finding] = {}
 
@@ -122,25 +111,27 @@ class Checks(Job):
 
     def opening(self) -> Message:
         """The spec, and every family that a winner of the baseline may be of."""
-        used = {*self._spec.used, *(trial.kernel for trial in self._baseline.trials)}
-        names = [name for name in self._spec.families if name in used]
-        return opening_of(self._written, self._spec.families, names)
+        spec = self._sides.spec
+        used = {*spec.used, *(trial.kernel for trial in self._sides.baseline.trials)}
+        names = [name for name in spec.families if name in used]
+        return opening_of(self._written, spec.families, names)
 
     def task(self, task: Task, then: int | None) -> Message:  # noqa: ARG002
         """The problem with its rows of the baseline."""
         problem = self.problems[task.number]
-        rows = rows_of(self._baseline.trials, problem)
-        known = self._baseline.environment
+        baseline = self._sides.baseline
+        rows, known = rows_of(baseline.trials, problem), baseline.environment
         return {
             "do": "check",
             "problem": problem.facts,
             "last": task.last,
-            "baseline": str(self._baseline.directory.absolute()),
+            "baseline": str(baseline.directory.absolute()),
             "rows": [row.model_dump(mode="json") for row in rows],
             "environment": None if known is None else known.model_dump(mode="json"),
             "budget_s": self._budget.total_s,
             "left_s": self._share_s(),
-            **self._options,
+            "slower": self._sides.slower,
+            "other_driver": self._sides.other_driver,
         }
 
     def _share_s(self) -> float:

@@ -14,7 +14,7 @@ from attnsweep.bench.gpu import Gpu, WorkerError
 from attnsweep.choose.finals import finalists_of
 from attnsweep.choose.race import Pair, first_of, in_order, race
 from attnsweep.choose.rounds import prepared
-from attnsweep.compile.builds import builds_of
+from attnsweep.compile.calls import builds_of
 from attnsweep.compile.candidate import Build, compiled_candidate
 from attnsweep.compile.launches import Candidate
 from attnsweep.core.long_problems import shorter, slower_on

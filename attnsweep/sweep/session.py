@@ -16,8 +16,7 @@ from attnsweep.bench.worker import Worker
 from attnsweep.choose.energy import refuse_without_counter
 from attnsweep.choose.search import search_of
 from attnsweep.compile.advice import spilling, unused_parameters
-from attnsweep.compile.builds import builds_of
-from attnsweep.compile.calls import tracers_of, with_calls
+from attnsweep.compile.calls import builds_of, tracers_of, with_calls
 from attnsweep.compile.candidate import Build, workspace_limit
 from attnsweep.compile.cubin import compiler_for
 from attnsweep.compile.nvrtc import LATER, NOW, Compiler

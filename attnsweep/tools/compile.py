@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from attnsweep.compile.advice import spilling, unused_parameters
-from attnsweep.compile.builds import builds_of
-from attnsweep.compile.calls import tracers_of, with_calls
+from attnsweep.compile.calls import builds_of, tracers_of, with_calls
 from attnsweep.compile.candidate import Build, as_ready, compiled_row, workspace_limit
 from attnsweep.compile.cubin import compiler_for
 from attnsweep.compile.nvrtc import Compiler
@@ -46,11 +45,8 @@ def compile_all(
     Interrupted for Ctrl-C.
     """
     observer = observer or Observer()
-    compiler = compiler_for(spec, arch, cache_dir)
-    try:
+    with compiler_for(spec, arch, cache_dir) as compiler:
         return _compiled(with_calls(spec, tracers_of(compiler)), compiler, limit, observer)
-    finally:
-        compiler.close()
 
 
 def _compiled(

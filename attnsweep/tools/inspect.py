@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.choose.ranking import rank, winners
-from attnsweep.compile.builds import build_of
-from attnsweep.compile.calls import configs_with, machine_code
+from attnsweep.compile.calls import build_of, configs_with, machine_code
 from attnsweep.compile.cubin import resources, with_instructions
 from attnsweep.compile.nvrtc import Compiler, nvrtc_version
 from attnsweep.compile.trace import Tracers
@@ -24,7 +23,7 @@ from attnsweep.core.hardware import Arch, bounds
 from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import Environment, Trial
 from attnsweep.family.family import SMS, Config, Family, Param, values_in
-from attnsweep.family.params import value_of
+from attnsweep.family.params import config_in
 from attnsweep.family.space import Selection, Space
 from attnsweep.reports.terminal import GLUE, aligned, wrap
 from attnsweep.specs.load import refusal
@@ -74,8 +73,7 @@ def inspect(
             hint="choose another with --problem or --arch",
         )
     config = config_of(kernel, given, problem, arch)
-    compiler = Compiler(arch)
-    try:
+    with Compiler(arch) as compiler:
         build = build_of(kernel, config, problem, compiler)
         build.submit()
         cubins = build.cubins()
@@ -85,8 +83,6 @@ def inspect(
             used = with_instructions(used, cubins, build.launches)
         except ToolchainError as error:
             uncounted = error.render()
-    finally:
-        compiler.close()
     sms = card.sm_count if card else 0
     stages = {}
     for name, stage in used.stages.items():
@@ -152,10 +148,9 @@ def inspect_call(
     A config's `as` is the number of the first of the same machine code. See `inspect`.
     """
     problem = problem or Problem(1, 16, 16, 1024, 1024, 64, "bf16")
-    values = {name: value_of(text) for name, text in values_in(given).items()}
     with Tracers(arch, cache_dir) as tracers:
         tracer = tracers.of(call)
-        space, asked = configs_with(values, tracer, problem)
+        space, asked = configs_with(config_in(given), tracer, problem)
         if why := space.kernel.refusal(problem, arch):
             raise SpaceError(f"{call} cannot run {problem.label}: {why}", hint="see --problem")
         made = [(config, tracer.submit(problem, config, cases=False)) for config in asked]

@@ -17,7 +17,7 @@ from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem
 from attnsweep.family.called import CalledFamily
 from attnsweep.family.family import Config, Family
-from attnsweep.family.params import value_of, values_in
+from attnsweep.family.params import config_in
 from attnsweep.tools.simulator import Result, SimtError, error_of_lse, judged
 from attnsweep.verify.limits import HALF_ULP
 from attnsweep.verify.measures import row_error
@@ -34,8 +34,8 @@ class Interpreter:
     def __init__(self, call: str, arch: Arch) -> None:
         self._tracer = Tracer(call, arch, interpreted=True)
         self._place = TemporaryDirectory(prefix="attnsweep-interpret-")
-        self.why = cache(self._tracer.serves)
-        served = (("its supports says so", lambda problem: self.why(problem) is None),)
+        self._refusal = cache(lambda p: self._tracer.refusals([p], unless_said=False).get(p))
+        served = (("its supports says so", lambda problem: self._refusal(problem) is None),)
         own: dict[str, Any] = {"supports": served, "dtypes": ("fp16",), "head_dims": (64,)}
         own |= {"head_dims_v": (), "empty_rows": False}
         name = call.rpartition(":")[2]
@@ -54,8 +54,7 @@ class Interpreter:
         Without such a one, its first with these values in place of its own; without an autotuner,
         these values alone.
         """
-        given = {name: value_of(text) for name, text in values_in(words).items()}
-        return tuple(configs_with(given, self._tracer, problem)[1])
+        return tuple(configs_with(config_in(words), self._tracer, problem)[1])
 
     def check(self, _: object, config: Config, case: Case, **__: object) -> Result:
         """Call it on a case. Raises SimtError if it has no outputs."""

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from attnsweep.choose.columns import chosen_by
 from attnsweep.choose.ranking import rank
-from attnsweep.compile.builds import build_of
+from attnsweep.compile.calls import build_of
 from attnsweep.compile.launches import Candidate, LaunchPlan
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core import cases
@@ -119,16 +119,11 @@ def count(
             *(() if keep is None else ("--export", str(keep))),
             *(sys.executable, "-m", "attnsweep.tools.profile", str(work)),
         ]
-        done = subprocess.run(
-            command, capture_output=True, text=True, encoding="utf-8", errors="replace", check=False
-        )
+        done = _ran(command)
     refused = _NO_PERMISSION in done.stdout + done.stderr
     if keep is not None and not done.returncode and not refused:  # the report holds the counters
         shown = [str(ncu), "--import", str(keep), "--csv", "--page", "raw"]
-        shown += ["--print-units", "base"]
-        done = subprocess.run(
-            shown, capture_output=True, text=True, encoding="utf-8", errors="replace", check=False
-        )
+        done = _ran([*shown, "--print-units", "base"])
     said = done.stdout + done.stderr
     if refused:
         raise NoGpuError(
@@ -145,14 +140,17 @@ def count(
     return [[next(named) for _ in candidate.timed.stages] for candidate in candidates]
 
 
+def _ran(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """A command that has ended, with what it printed."""
+    how: Any = {"capture_output": True, "encoding": "utf-8", "errors": "replace", "check": False}
+    return subprocess.run(command, **how)
+
+
 def _known(ncu: Path) -> dict[str, str]:
     """Figure to metric, without metrics that no chip of this ncu has."""
     wanted = {name: metric for name, (metric, _) in METRICS.items()}
     wanted |= {f"stall {why}": f"{_STALL}{why}_per_issue_active.ratio" for why in STALLS}
-    asked = [str(ncu), "--query-metrics", "--csv"]
-    done = subprocess.run(
-        asked, capture_output=True, text=True, encoding="utf-8", errors="replace", check=False
-    )
+    done = _ran([str(ncu), "--query-metrics", "--csv"])
     there = {
         line.replace('"', "").split(",")[0].split()[0]
         for line in done.stdout.splitlines()
@@ -253,8 +251,7 @@ def compiled(
     limit: bytes of workspace. Raises KernelError or CompileError if a config no longer works.
     """
     check(trials, kernels)
-    compiler = Compiler(arch)
-    try:
+    with Compiler(arch) as compiler:
         builds = []
         for trial in trials:
             kernel = kernels[trial.kernel]
@@ -262,8 +259,6 @@ def compiled(
             builds.append(build_of(kernel, config, trial.problem, compiler, workspace_limit=limit))
             builds[-1].submit()
         return [build.candidate() for build in builds]
-    finally:
-        compiler.close()
 
 
 def write(

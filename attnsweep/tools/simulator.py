@@ -28,6 +28,7 @@ from attnsweep.core.hardware import ARCHS, Arch
 from attnsweep.core.ops import of_heads
 from attnsweep.core.problem import Value
 from attnsweep.family.family import Config, Family, Launch, TensorMap
+from attnsweep.family.params import config_in
 from attnsweep.verify.encoding import from_bits
 from attnsweep.verify.limits import HALF_ULP
 from attnsweep.verify.measures import apart, row_error
@@ -95,12 +96,11 @@ class Result:
 def config_of(kernel: Family, words: str) -> Config:
     """Every Param of the family: as `words` say, else its first value."""
     values: dict[str, Value] = {param.name: param.values[0] for param in kernel.params}
-    for word in words.split():
-        name, _, text = word.partition("=")
+    given = config_in(words)
+    for name in given:
         if name not in values:
             raise SimtError(f"{kernel.name} has no parameter {name}: it has {', '.join(values)}")
-        values[name] = int(text) if text.lstrip("-").isdigit() else text
-    return Config(values)
+    return Config(values | dict(given))
 
 
 _PC = re.compile(r"@pc (0x[0-9a-f]+)\n")

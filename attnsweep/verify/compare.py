@@ -62,11 +62,8 @@ def judge_source(dtype: str, part: int) -> tuple[Path, dict[str, str]]:
 @cache
 def judge_cubin(arch: str, dtype: str, part: int, cache_dir: Path | None) -> str:
     """The path of a compiled part of compare.cu, of one format and architecture."""
-    compiler = Compiler(arch_named(arch), cache_dir, threads=1)
-    try:
+    with Compiler(arch_named(arch), cache_dir, threads=1) as compiler:
         return str(compiler.compile(*judge_source(dtype, part)).path)
-    finally:
-        compiler.close()
 
 
 # compare.cu's Region and Output.

@@ -127,6 +127,12 @@ def test_options_of_the_other_ways_are_refused(compared):
     assert (done.returncode, "--causal" in done.stderr) == (2, True)
 
 
+def test_a_config_without_a_value_is_refused_with_its_option(compared):
+    done, _ = compared("--old", "tuned.py:plain", "--new", "tuned.py:plain", *ASKED[:3], "--config", "BLOCK")
+    said = "--config: not a parameter's value: 'BLOCK'"
+    assert (done.returncode, said in done.stderr, "NAME=VALUE" in done.stderr) == (2, True, True)
+
+
 def test_a_run_of_calls_is_checked_against_the_files_that_it_kept(place, attnsweep, monkeypatch, tmp_path):
     gpu = FakeGpu({"BLOCK=64": 20.0, "old": 20.0, "new": 23.0}, environment=TEST_GPU)
     use_gpu(monkeypatch, gpu)

@@ -16,7 +16,7 @@ from sweeping import use_gpu
 from attnsweep.compile import nvrtc, sass
 from attnsweep.core.errors import NoGpuError, ToolchainError
 from attnsweep.family.discover import discover
-from attnsweep.regress import calls, live
+from attnsweep.regress import live
 from attnsweep.specs.load import load_spec
 from attnsweep.sweep import session
 
@@ -39,8 +39,7 @@ def no_gpu(monkeypatch):
     def absent(*_, **__):
         raise NoGpuError("no GPU here")
 
-    for place in (live, calls):
-        monkeypatch.setattr(place, "Worker", absent)
+    monkeypatch.setattr(live, "Worker", absent)
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
 
 

@@ -18,8 +18,7 @@ from sweeping import use_gpu
 import attnsweep
 from attnsweep.baselines.backend import OtherCode
 from attnsweep.baselines.called import Callables, _Configured, _watch_of
-from attnsweep.compile.builds import build_of
-from attnsweep.compile.calls import tracers_of, with_calls
+from attnsweep.compile.calls import build_of, tracers_of, with_calls
 from attnsweep.compile.cubin import functions, resources
 from attnsweep.compile.launches import CallPlan
 from attnsweep.compile.nvrtc import Compiler

@@ -126,7 +126,7 @@ def test_corners_compile_as_planned(kernel, arch, compilers, request, some):
         if min(kernel.head_dims) <= 256:
             configs = configs[number % parts :: parts] or configs[:1]
         for config in configs:
-            build = Build.of(kernel, config, problem, compiler)
+            build = Build(kernel, config, problem, compiler)
             built[(build.keys, problem)] = build
     for build in built.values():
         build.submit()
@@ -162,7 +162,7 @@ def row_of_changed_family(compiler, directory, old, new):
         (directory / name).write_text(text.replace(old, new))
     kernel = load_kernel(directory / "twice.py")
     config = Space.build(kernel, BASE, compiler.arch).configs[0]
-    build = Build.of(kernel, config, BASE, compiler)
+    build = Build(kernel, config, BASE, compiler)
     build.submit()
     return compiled_row(build, _no_limits())
 
@@ -203,7 +203,7 @@ def test_the_example_of_the_page_on_writing_a_kernel_fits_its_declaration(compil
         block, *_ = re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
         (tmp_path / f"mine.{suffix}").write_text(block)
     kernel, compiler = load_kernel(tmp_path / "mine.py"), compilers("sm_90a")
-    build = Build.of(kernel, Space.build(kernel, BASE, compiler.arch).configs[0], BASE, compiler)
+    build = Build(kernel, Space.build(kernel, BASE, compiler.arch).configs[0], BASE, compiler)
     build.submit()
     row = compiled_row(build, _no_limits())
     assert row.status is Status.OK, row.detail
@@ -262,14 +262,14 @@ def test_a_stage_sees_only_its_own_parameters(compilers):
     keys = {}
     for config in configs:
         own = tuple(config[name] for name in softmax)
-        keys.setdefault(own, set()).add(Build.of(kernel, config, BASE, compiler).keys[stage])
+        keys.setdefault(own, set()).add(Build(kernel, config, BASE, compiler).keys[stage])
     assert len(keys) > 1
     assert all(len(found) == 1 for found in keys.values())
 
 
 def test_logs_carry_registers_and_no_warning(compilers):
     compiler = compilers("sm_90a")
-    build = Build.of(KERNELS["naive"], Space.build(KERNELS["naive"], BASE, compiler.arch).configs[0], BASE, compiler)
+    build = Build(KERNELS["naive"], Space.build(KERNELS["naive"], BASE, compiler.arch).configs[0], BASE, compiler)
     build.submit()
     log = build.cubins()["fwd"].log
     assert functions(log)["naive"]["registers"] > 16

@@ -285,7 +285,7 @@ def test_products_in_fp8_are_products_of_a_warpgroup(compiler):
     kernel = discover()["flash_fwd_fp8_wgmma"]
     config = Config({param.name: param.values[0] for param in kernel.params})
     config = Config({**config, "BLOCK_N": 128, "OVERLAP": 1})
-    build = Build.of(kernel, config, Problem.parse("4,16,4096,128 e4m3 full"), compiler)
+    build = Build(kernel, config, Problem.parse("4,16,4096,128 e4m3 full"), compiler)
     build.submit()
     (found,) = sass.counts(build.cubins()["fwd"]).values()
     # The first tile's scores, the loop's scores and PV, and the last PV: each is four products.
@@ -300,7 +300,7 @@ def test_only_without_maxima_the_softmax_stays_beside_pv(maxima, all_of_them, co
     config = Config({param.name: param.values[0] for param in kernel.params})
     values = {"BLOCK_N": 128, "WARPGROUPS": 2, "MAXIMA": maxima, "P_SHARED": 0}
     config = Config({**config, **values})
-    build = Build.of(kernel, config, Problem.parse("4,16,4096,128 fp16 full"), compiler)
+    build = Build(kernel, config, Problem.parse("4,16,4096,128 fp16 full"), compiler)
     build.submit()
     (found,) = sass.counts(build.cubins()["fwd"]).values()
     # A thread has 64 exponentials of a tile; those of the rare path are as many again.

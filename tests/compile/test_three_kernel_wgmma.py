@@ -43,7 +43,7 @@ OTHERS = [
 def check(compiler, values, problem):
     config = Config(FIRST | values)
     assert KERNEL.refused_by(config, problem, compiler.arch) is None, config.label
-    build = Build.of(KERNEL, config, problem, compiler)
+    build = Build(KERNEL, config, problem, compiler)
     build.submit()
     row = compiled_row(build, load_spec(Path(__file__).parent / "any.yaml"))
     assert row.status is Status.OK, f"{config.label}: {row.detail}"
@@ -88,7 +88,7 @@ def test_what_the_default_space_leaves_out(compiler, text, problem):
 
 def test_a_smaller_problem_gets_the_shared_memory_that_the_code_lays_out(compiler):
     values = {"SOFTMAX_DEPTH": 3, "SOFTMAX_GROUP": 2, "SOFTMAX_ROWS": 16, "STATS": 0}
-    build = Build.of(KERNEL, Config(FIRST | values), FULL, compiler)
+    build = Build(KERNEL, Config(FIRST | values), FULL, compiler)
     build.submit()
     short = replace(FULL, heads=2, heads_kv=1, seqlen_q=65, seqlen_k=200)
     planned = KERNEL.launches(build.config, short, compiler.arch)["softmax"].smem_bytes

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from attnsweep.compile import trace
-from attnsweep.compile.builds import build_of
-from attnsweep.compile.calls import tracers_of, with_calls
+from attnsweep.compile.calls import build_of, tracers_of, with_calls
 from attnsweep.compile.cubin import resources
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.compile.trace import Tracer

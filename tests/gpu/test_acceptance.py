@@ -35,7 +35,7 @@ def test_accepted(shape, causal, worker, compiler):
     for name, values in CONFIGS:
         kernel = KERNELS[name]
         config = Config({param.name: param.values[0] for param in kernel.params} | values)
-        build = Build.of(kernel, config, problem, compiler)
+        build = Build(kernel, config, problem, compiler)
         build.submit()
         accuracy, _ = worker.trial(build.candidate())
         assert accuracy.rel_err <= accuracy.limit, (name, config.label)

@@ -55,7 +55,7 @@ def test_gradients_are_right_in_many_calls(problem, values, worker, compiler):
     config = Config({param.name: param.values[0] for param in FAMILY.params} | values)
     if rule := FAMILY.refused_by(config, problem, compiler.arch):
         pytest.skip(f"the rule {rule} refuses it")
-    build = Build.of(FAMILY, config, problem, compiler)
+    build = Build(FAMILY, config, problem, compiler)
     build.submit()
     candidate = build.candidate()
     assert candidate.deterministic == bool(config.RECOMPUTE)

@@ -22,7 +22,7 @@ def measured(worker, compiler):
     kernel = discover()["flash_fwd_mma"]
 
     def of(problem):
-        build = Build.of(kernel, Space.build(kernel, PROBLEM, compiler.arch).configs[0], problem, compiler)
+        build = Build(kernel, Space.build(kernel, PROBLEM, compiler.arch).configs[0], problem, compiler)
         build.submit()
         worker.open(problem, replay_us=1000, seed=3)
         made = build.candidate()

@@ -64,7 +64,7 @@ def test_right_on_odd_shapes(kernel, problem, worker, compiler):
     space = Space.build(kernel, replace(problem, seqlen_q=rows, seqlen_k=rows), compiler.arch)
     step = max(1, len(space.configs) // CONFIGS_PER_SPACE)
     first = step * [s.seqlen_k for s in SHAPES].index(problem.seqlen_k) // len(SHAPES)
-    builds = [Build.of(kernel, c, problem, compiler) for c in space.configs[first::step]]
+    builds = [Build(kernel, c, problem, compiler) for c in space.configs[first::step]]
     for build in builds:
         build.submit()
     worker.open(problem, replay_us=100, seed=1)
@@ -95,7 +95,7 @@ def some_problem(kernel):
 def test_occupancy_is_what_the_driver_says(kernel, worker, compiler):
     problem = some_problem(kernel)
     configs = Space.build(kernel, problem, compiler.arch).configs
-    builds = [Build.of(kernel, c, problem, compiler) for c in configs[:: len(configs) // 24 + 1]]
+    builds = [Build(kernel, c, problem, compiler) for c in configs[:: len(configs) // 24 + 1]]
     for build in builds:
         build.submit()
     worker.open(problem, replay_us=100, seed=1)
@@ -127,7 +127,7 @@ def test_right_in_every_mode(kernel, modes, causal, worker, compiler):
         pytest.skip(reason)
     selection = Selection({name: (value,) for name, value in modes.items()})
     configs = Space.build(kernel, problem, compiler.arch, selection).configs
-    builds = [Build.of(kernel, c, problem, compiler) for c in configs[:: len(configs) // 4 + 1]]
+    builds = [Build(kernel, c, problem, compiler) for c in configs[:: len(configs) // 4 + 1]]
     for build in builds:
         build.submit()
     worker.open(problem, replay_us=100, seed=1)
@@ -144,9 +144,9 @@ def test_a_workspace_limit_is_kept_and_the_result_right(kernel, worker, compiler
     if reason is not None:
         pytest.skip(reason)
     config = Space.build(kernel, problem, compiler.arch).configs[0]
-    whole = Build.of(kernel, config, problem, compiler).schedule.facts["workspace_bytes"]
+    whole = Build(kernel, config, problem, compiler).schedule.facts["workspace_bytes"]
     for limit, rows in ((10 << 20, 1500), (3 << 20, 768)):
-        build = Build.of(kernel, config, problem, compiler, workspace_limit=limit)
+        build = Build(kernel, config, problem, compiler, workspace_limit=limit)
         assert build.schedule.facts["workspace_bytes"] <= limit
         # A pipeline that needs less than the limit is not cut: flash_fwd_wgmma has no scores.
         assert build.schedule.facts["rows"] <= (rows if whole > limit else problem.seqlen_q)

@@ -50,7 +50,7 @@ def builds_of(tmp_path, compiler, problem, written):
     (tmp_path / "mine.py").write_text(scaffold.declaration("mine", "bshd"))
     mine = discover(tmp_path)["mine"]
     configs = Space.build(mine, problem, compiler.arch).configs
-    builds = [Build.of(mine, config, problem, compiler) for config in configs]
+    builds = [Build(mine, config, problem, compiler) for config in configs]
     for build in builds:
         build.submit()
     return builds
@@ -62,7 +62,7 @@ PROBLEM = Problem.parse("2,4/2,512x640,64 bf16")
 def test_a_kernel_in_its_order_is_right_and_timed(tmp_path, worker, compiler):
     worker.open(PROBLEM, replay_us=200, seed=1)
     plain, *_ = discover()["naive"], None
-    same = Build.of(plain, next(iter(Space.build(plain, PROBLEM, compiler.arch).configs)), PROBLEM, compiler)
+    same = Build(plain, next(iter(Space.build(plain, PROBLEM, compiler.arch).configs)), PROBLEM, compiler)
     same.submit()
     _, usual = worker.trial(same.candidate())
     for build in builds_of(tmp_path, compiler, PROBLEM, "bshd"):

@@ -53,7 +53,7 @@ def tried(kernel, problem, values, worker, compiler):
         pytest.skip(reason)
     configs = configs_in_turns(kernel, problem, compiler.arch, values)
     assert len(configs) >= 4
-    builds = [Build.of(kernel, config, problem, compiler) for config in configs]
+    builds = [Build(kernel, config, problem, compiler) for config in configs]
     for build in builds:
         build.submit()
     worker.open(problem, replay_us=100, seed=1)

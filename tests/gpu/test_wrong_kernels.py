@@ -40,7 +40,7 @@ def faults():
 def compiling(compiler):
     """All faults begin to compile at once, in threads."""
     for case in faults():
-        Build.of(KERNEL, Config({"FAULT": case.values[1]}), case.values[0], compiler).submit()
+        Build(KERNEL, Config({"FAULT": case.values[1]}), case.values[0], compiler).submit()
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def opened(worker):
 
 
 def candidate(problem, number, compiler):
-    build = Build.of(KERNEL, Config({"FAULT": number}), problem, compiler)
+    build = Build(KERNEL, Config({"FAULT": number}), problem, compiler)
     build.submit()
     return build.candidate()
 

@@ -82,7 +82,7 @@ def test_a_group_of_heads_that_is_too_large_has_no_short_turns():
 
 
 def candidate_of(kernel, config, problem, tmp_path, **how):
-    build = Build.of(kernel, config, problem, FakeCompiler(ARCH, tmp_path), **how)
+    build = Build(kernel, config, problem, FakeCompiler(ARCH, tmp_path), **how)
     build.submit()
     return build.candidate()
 

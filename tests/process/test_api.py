@@ -17,8 +17,9 @@ from fake_gpu import FakeGpu
 from sweeping import use
 
 import attnsweep
-from attnsweep.api import builds, compare_candidates, exported_table, rebuild
 from attnsweep.bench.gpu import WorkerError
+from attnsweep.core.hardware import ARCHS
+from attnsweep.regress.ab_test import Ended, compare
 
 PACKAGE = Path(attnsweep.__file__).parent
 ROOT = PACKAGE.parent
@@ -110,9 +111,6 @@ def test_constants_that_a_benchmark_repeats_are_those_of_the_package(monkeypatch
     assert importlib.import_module("stability").REPLAY_US == race.RACE_US
 
 
-# -- what only the API does -------------------------------------------------------------------
-
-
 def test_builds_are_limited_by_family_and_problem(tmp_path, monkeypatch):
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: attnsweep[compile]")
     monkeypatch.setenv("ATTNSWEEP_CACHE_DIR", str(tmp_path / "cache"))
@@ -120,16 +118,18 @@ def test_builds_are_limited_by_family_and_problem(tmp_path, monkeypatch):
     shapes = "{batch: 1, heads: 1, seqlen: [32, 64], head_dim: 64}"
     file.write_text(f"problems: [{shapes}]\nkernels: {{naive: {{}}}}\nbaselines: []\n")
     spec = attnsweep.load_spec(file)
-    found = builds(spec, arch="sm_90a", limit=1)
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    setting = importlib.import_module("setting")
+    found = setting.builds(spec, "sm_90a", limit=1)
     assert [build.problem.seqlen_q for build in found] == [32, 64]
     for build in found:
         assert build.candidate().timed.problem == build.problem
     rows = [build.row(status="ok") for build in found]
-    again = rebuild(rows, arch="sm_90a")
+    again = setting.rebuild(rows, spec.families, ARCHS["sm_90a"])
     assert [b.machine_code() for b in again] == [b.machine_code() for b in found]
     gone = rows[0].with_(kernel="nosuch")
     other = rows[0].with_(config={**rows[0].config, "NOSUCH": 1})
-    assert rebuild([gone, other], arch="sm_90a") == []
+    assert setting.rebuild([gone, other], spec.families, ARCHS["sm_90a"]) == []
 
 
 @pytest.mark.parametrize("side", ["old", "new"])
@@ -143,10 +143,9 @@ def test_a_candidate_that_cannot_run_ends_the_comparison(side):
                 raise WorkerError(attnsweep.Status.LAUNCH_ERROR, "no such cubin")
 
     gpu = Broken()
-    with pytest.raises(WorkerError, match="no such cubin") as caught:
-        compare_candidates(None, None, gpu, lambda: gpu)
-    (note,) = caught.value.__notes__
-    assert ("baseline" in note) == (side == "old")
+    with pytest.raises(Ended, match="no such cubin") as caught:
+        compare(gpu, lambda: gpu, None, None, slower=0.03, budget_s=60, seed="")
+    assert ("baseline" in str(caught.value)) == (side == "old")
 
 
 # -- how it is shipped and described ----------------------------------------------------------
@@ -305,7 +304,10 @@ def test_a_share_that_no_winner_could_exceed_is_refused(slower):
 
 def test_one_run_need_not_stand_in_a_list_nor_be_a_path():
     """The characters of a string were taken for runs, of which the first is the whole disk."""
-    assert exported_table(str(RUN)) == exported_table([RUN])
+    for runs in (str(RUN), [RUN]):
+        with pytest.raises(attnsweep.StoreError) as caught:
+            attnsweep.export(runs, "configs.py")
+        assert caught.value.where == str(RUN)
     assert attnsweep.find_runs(str(RUN)) == [RUN]
     assert attnsweep.latest_run(str(RUN)).directory == RUN
 

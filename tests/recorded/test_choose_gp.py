@@ -1,6 +1,7 @@
 """Strategy `gp`: what it asks, when it stops, and what it found in recorded runs."""
 
 import functools
+import importlib
 import math
 import re
 from collections import defaultdict
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from attnsweep.choose.search import DEFAULT_STRATEGY, STRATEGIES, Search, exhaustively
 from attnsweep.choose.strategies import gp as module
 from attnsweep.choose.strategies.gp import BATCH, FEW, LEAST, gp
-from attnsweep.choose.strategies.history import ROWS, History, recorded_history, shipped_history
+from attnsweep.choose.strategies.history import History, shipped_history
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Status, Trial
@@ -166,15 +167,18 @@ def test_what_is_shipped_survives_packing_and_is_of_todays_families():
             assert {param.name for param in kernel.params} <= set(history.configs[0])
 
 
-def test_history_is_the_fastest_rows_and_some_others_of_todays_parameters():
+def test_history_is_the_fastest_rows_and_some_others_of_todays_parameters(monkeypatch):
+    monkeypatch.syspath_prepend(str(RESULTS.parent / "scripts"))
+    script = importlib.import_module("history")
+    most = script.ROWS
     space = space_of(200)
     rows = [row(config, 100.0 + (7 * i) % 200) for i, config in enumerate(space.configs)]
     rows += [row({"P0": 1000}, None), row({"P0": 1001}, 1.0, recorded=True)]
     rows += [row({"OLD": 1}, 1.0), row({"P0": 1002}, 1.0, provider="torch")]
-    (history,) = recorded_history(rows, "card/run", {"toy": space.kernel})
+    (history,) = script.recorded_history(rows, "card/run", {"toy": space.kernel})
     assert (history.kernel, history.problem, history.run) == ("toy", PROBLEM, "card/run")
-    assert history.times_us[:ROWS] == tuple(100.0 + i for i in range(ROWS))
-    assert ROWS / 2 < len(history.times_us[ROWS:]) <= ROWS
+    assert history.times_us[:most] == tuple(100.0 + i for i in range(most))
+    assert most / 2 < len(history.times_us[most:]) <= most
     assert max(history.times_us) > 280
     times = {Config(trial.config): trial.first_us for trial in rows}
     for config, us in zip(history.configs, history.times_us, strict=True):

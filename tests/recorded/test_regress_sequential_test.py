@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from fake_gpu import FakeGpu
 
-from attnsweep.api import compare_candidates
 from attnsweep.choose.stats import proportion_interval
+from attnsweep.regress.ab_test import compare
 from attnsweep.regress.sequential_test import (
     ERROR,
     MOST,
@@ -151,7 +151,8 @@ def outcomes(ratio, offset, trials, noise=0.002):
     verdicts, processes = Counter(), []
     for number in range(trials):
         card = Card(ratio, offset, noise, f"{ratio} {offset} {number}")
-        found = compare_candidates(None, None, card, card.another, slower=0.02, seed=str(number))
+        how = {"slower": 0.02, "budget_s": 60, "seed": str(number)}
+        found = compare(card, card.another, None, None, **how)
         assert found.processes == card.processes == len(found.each)
         assert 2 <= found.processes <= MOST
         verdicts[found.verdict.value] += 1
@@ -217,7 +218,7 @@ def simulated(slower, offset):
     for number in range(2000):
         card = Simulated(slower, offset, number)
         how = {"slower": 0.02, "budget_s": 600, "seed": str(number)}
-        found.append(compare_candidates(None, None, card, card.another, **how))
+        found.append(compare(card, card.another, None, None, **how))
     counts = Counter(each.verdict.value for each in found)
     shares = [100 * counts[name] / 2000 for name in ("pass", "regression", "inconclusive")]
     return shares, sum(each.processes for each in found) / 2000

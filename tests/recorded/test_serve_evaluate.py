@@ -14,7 +14,6 @@ from packages import PLAIN, gpu, shape, winner, with_config
 from recorded import changed
 
 from attnsweep import load_spec, open_run
-from attnsweep.api import dispatch_summary, judge_dispatch
 from attnsweep.core.errors import StoreError
 from attnsweep.core.layouts import Padded
 from attnsweep.core.trial import Status
@@ -51,10 +50,10 @@ RECORDED = pytest.mark.nightly(push=1, of="the rule on many recorded runs")
 @pytest.mark.parametrize("name", ["held_out", "held_out_later"])
 def test_the_held_out_shapes_timed_all_choices(name):
     """What is judged is all that the rule chose, and no choice is slower than PyTorch's own."""
-    rows = judge_dispatch(FITTED, [H100 / name])
+    rows = [*evaluate.judged(FITTED, [H100 / name])]
     assert len(rows) >= 40
     assert [row.shape for row in rows if row.regret is None] == []
-    found = dispatch_summary(rows)
+    found = evaluate.summary(rows)
     assert found["regret"]["median"] <= 0.03
     assert found["regret"]["p95"] <= 0.10
     assert found["slower_than_sdpa_by_3_percent"] == 0
@@ -74,8 +73,8 @@ def test_the_held_out_shapes_timed_all_choices(name):
     ],
 )
 def test_no_kernel_for_other_kinds_of_held_out_shapes_is_slower_than_pytorchs(judge, by, least):
-    rows = judge_dispatch([H100 / name for name in by], [H100 / judge])
-    found = dispatch_summary(rows)
+    rows = [*evaluate.judged([H100 / name for name in by], [H100 / judge])]
+    found = evaluate.summary(rows)
     assert sum(row.regret is not None for row in rows) >= least
     assert found["slower_than_sdpa_by_3_percent"] == 0
     assert found["regret"]["median"] <= 0.06
@@ -84,8 +83,8 @@ def test_no_kernel_for_other_kinds_of_held_out_shapes_is_slower_than_pytorchs(ju
 @pytest.mark.nightly(push=0)
 @pytest.mark.parametrize(("card", "runs"), CARDS.items(), ids=CARDS)
 def test_the_page_says_what_the_rule_loses_of_all_runs(card, runs):
-    rows = judge_dispatch(runs, [], leave_one_out=True)
-    found = dispatch_summary(rows)
+    rows = [*evaluate.judged(runs, [], leave_one_out=True)]
+    found = evaluate.summary(rows)
     regret = " | ".join(f"{100 * found['regret'][n]:.1f} %" for n in ("median", "p95", "worst"))
     row = f"| {card} | {found['shapes']} | {regret} | {found['to_sdpa']} | {found['not_timed']} |"
     page = (ROOT / "docs/tutorials/your-model.md").read_text()
@@ -268,7 +267,7 @@ def test_a_shape_where_pytorchs_attention_failed_is_not_judged(shapes, tmp_path)
 
 
 def test_no_call_of_few_queries_is_slower_than_pytorchs(package):
-    found = dispatch_summary([evaluate.judge(package, one) for one in evaluate.swept(JUDGE)])
+    found = evaluate.summary([evaluate.judge(package, one) for one in evaluate.swept(JUDGE)])
     assert found["not_timed"] <= 2
     assert found["slower_than_sdpa_by_3_percent"] == 0
     assert found["of_kernels"]["timed"] >= 6
@@ -297,8 +296,8 @@ def test_only_kernels_that_look_up_what_a_cache_holds_need_less_of_a_gain():
 
 @RECORDED
 def test_the_page_says_what_is_lost_on_few_queries():
-    rows = judge_dispatch([*CARDS["H100"], *DECODING, *EARLIER], [JUDGE])
-    found = dispatch_summary(rows)
+    rows = [*evaluate.judged([*CARDS["H100"], *DECODING, *EARLIER], [JUDGE])]
+    found = evaluate.summary(rows)
     page = (ROOT / "docs/tutorials/your-model.md").read_text()
     gains = found["of_kernels"]["gain"]
     told = (

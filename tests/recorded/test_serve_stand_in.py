@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packages import H100, PLAIN, gpu, shape, winner
 
-from attnsweep.api import dispatch_summary, judge_dispatch
 from attnsweep.core.errors import StoreError
 from attnsweep.serve import evaluate
 from attnsweep.serve.runtime import dispatch
@@ -182,12 +181,12 @@ def judged(by, on, leave_one_out, shapes_of=None):
         [ROOT / "results" / FOLDERS[card] / run for run in names]
         for card, names in ((by, CARDS[by]), (on, shapes_of or CARDS[on]))
     )
-    return judge_dispatch(runs, held_out, leave_one_out=leave_one_out)
+    return [*evaluate.judged(runs, held_out, leave_one_out=leave_one_out)]
 
 
 def row(by, on, leave_one_out):
     """A row of the page, of what benchmarks/dispatch.py prints."""
-    found = dispatch_summary(judged(by, on, leave_one_out))
+    found = evaluate.summary(judged(by, on, leave_one_out))
     kernels = found["of_kernels"]
     served = found["codes"]["stand_in"]
     assert kernels["timed"] == served - found["not_timed"]
@@ -225,7 +224,7 @@ def test_the_page_says_what_the_conditions_keep_away(constants):
 
 @pytest.mark.nightly(push=1, of="the rule on many recorded runs")
 def test_the_page_says_how_the_shapes_did_that_came_after_the_conditions():
-    found = dispatch_summary(judged("H100", "H200", False, LATER))
+    found = evaluate.summary(judged("H100", "H200", False, LATER))
     kernels = found["of_kernels"]
     served = found["codes"]["stand_in"]
     page = " ".join((ROOT / "docs/tutorials/your-model.md").read_text().split())
@@ -252,4 +251,4 @@ def test_runs_that_no_gpu_stands_in_for_cannot_be_judged(tmp_path):
     (place / "environment.json").write_text(json.dumps(facts | {"sm_count": 114}))
     run = ROOT / "results/h100-80gb-hbm3/flash_short"
     with pytest.raises(StoreError, match="or of one that stands in for it"):
-        judge_dispatch([run], [place])
+        [*evaluate.judged([run], [place])]

@@ -112,5 +112,11 @@ class FakeCompiler:
         """Compile now."""
         return self.submit(source, defines).result()
 
+    def __enter__(self) -> FakeCompiler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
     def close(self) -> None:
         """Nothing: what it compiled is read after it is closed."""

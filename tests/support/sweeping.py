@@ -11,7 +11,7 @@ from fake_gpu import FakeGpu
 
 from attnsweep.core.observer import Observer
 from attnsweep.core.trial import Trial
-from attnsweep.regress import calls, live
+from attnsweep.regress import live
 from attnsweep.sweep import check_cards, session
 from attnsweep.tools import compile as compile_tool
 from attnsweep.tools import judge, target
@@ -58,7 +58,7 @@ def use_fake_compiler(patch: pytest.MonkeyPatch) -> None:
 
 def use_gpu(patch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:
     """Have commands run on this GPU."""
-    for place in (session, target, live, judge, calls):
+    for place in (session, target, live, judge):
         patch.setattr(place, "Worker", gpu)
     for place in (session, compile_tool):
         patch.setattr(place, "installed_arch", lambda: gpu.installed)

@@ -39,7 +39,7 @@ def launches_of(name, tmp_path, problem=PROBLEM):
     family, parameters, _ = CALLS[name]
     kernel = discover()[family]
     config = Config({p.name: p.values[0] for p in kernel.params} | parameters)
-    build = Build.of(kernel, config, problem, FakeCompiler(ARCH, tmp_path))
+    build = Build(kernel, config, problem, FakeCompiler(ARCH, tmp_path))
     build.submit()
     return build.launches_for(problem)
 

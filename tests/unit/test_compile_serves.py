@@ -41,9 +41,9 @@ def of(function, **beside):
     ],
 )
 def test_what_a_callable_can_be_called_on(function, beside, problem, why):
-    assert of(function, **beside).serves(problem) == why
+    assert of(function, **beside).refusals([problem], unless_said=False) == [why]
 
 
 def test_a_supports_that_raises_is_a_reason():
     with pytest.raises(Unavailable, match="supports raised ZeroDivisionError"):
-        of(lambda q, k, v: 0, supports=lambda problem: 1 / 0).serves(FULL)
+        of(lambda q, k, v: 0, supports=lambda problem: 1 / 0).refusals([FULL], unless_said=False)

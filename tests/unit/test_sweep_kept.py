@@ -40,7 +40,7 @@ ROUNDS = ONCE.model_copy(update={"rounds": [7.0, 7.0]})
 @pytest.fixture
 def build(tmp_path):
     kernel, arch = discover(FAMILIES)["simple"], arch_named("sm_90a")
-    return Build.of(kernel, Config({"THREADS": 64}), PROBLEM, FakeCompiler(arch, tmp_path))
+    return Build(kernel, Config({"THREADS": 64}), PROBLEM, FakeCompiler(arch, tmp_path))
 
 
 def kept_of(spec=SPEC, environment=TEST_GPU, rows=()):
@@ -83,6 +83,12 @@ def test_what_was_not_compiled_holds_unless_its_compiler_was_killed(build, error
     assert kept_of(rows=[row]).rows([build]) == held
 
 
+def changed(build, **facts):
+    other = copy.copy(build)
+    vars(other).update(facts)
+    return other
+
+
 def in_rows_first(kernel):
     """The family as if its tensors had seqlen before heads."""
     other = copy.copy(kernel)
@@ -95,11 +101,11 @@ def test_a_row_holds_only_for_the_same_code_launches_problem_and_protocol(build,
     name, launch = next(iter(build.launches.items()))
     grid = replace(launch, grid=(1, 2, 3))
     others = [
-        replace(build, keys=("other source",)),
-        replace(build, launches={**build.launches, name: grid}),
-        replace(build, problem=replace(PROBLEM, batch=PROBLEM.batch + 1)),
-        replace(build, schedule=replace(build.schedule, eager=True)),
-        replace(build, kernel=in_rows_first(build.kernel)),
+        changed(build, keys=("other source",)),
+        changed(build, launches={**build.launches, name: grid}),
+        changed(build, problem=replace(PROBLEM, batch=PROBLEM.batch + 1)),
+        changed(build, schedule=replace(build.schedule, eager=True)),
+        changed(build, kernel=in_rows_first(build.kernel)),
     ]
     first = kept.fingerprint(build)
     found = {kept.fingerprint(other) for other in others}
@@ -146,7 +152,7 @@ def test_a_problem_is_whole_with_all_rows_the_baselines_and_rounds(build, status
 def test_rounds_whose_rows_were_not_all_stored_are_taken_again(build, tmp_path):
     """A run that is killed between two rows of its finals has some with rounds and some without."""
     compiler = FakeCompiler(arch_named("sm_90a"), tmp_path / "b")
-    other = Build.of(discover(FAMILIES)["simple"], Config({"THREADS": 128}), PROBLEM, compiler)
+    other = Build(discover(FAMILIES)["simple"], Config({"THREADS": 128}), PROBLEM, compiler)
     kept, builds = kept_of(), [build, other]
     bare = [b.row(status=Status.OK, time_us=ONCE, fingerprint=kept.fingerprint(b)) for b in builds]
     baselines = [row.with_(status=Status.OK) for row in kept.baselines(PROBLEM)]

@@ -16,13 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.core.problem import Problem, Value
-from attnsweep.core.trial import OURS, Trial
-from attnsweep.family.discover import rows_of_today
 from attnsweep.family.family import Family
 
 FILE = Path(__file__).with_name("history.json.xz")
-# Rows kept of each problem: the ROWS fastest, and at most ROWS of the others.
-ROWS = 24
 # Steps of a time's logarithm.
 _STEPS = 1000
 # SMs of every card in the shipped history.
@@ -84,32 +80,6 @@ def _shipped() -> dict[str, tuple[History, ...]]:
     for history in History.unpack(FILE.read_bytes()):
         found.setdefault(history.kernel, []).append(history)
     return {kernel: tuple(histories) for kernel, histories in found.items()}
-
-
-def recorded_history(
-    trials: Sequence[Trial], run: str, kernels: Mapping[str, Family]
-) -> list[History]:
-    """The history of each family and problem of a run: ROWS of the fastest and ROWS others.
-
-    Rows whose config lacks a parameter that their family has today are left out (unless
-    Param.absent says its value), and so are rows that were replayed.
-    """
-    params = {name: {param.name for param in kernel.params} for name, kernel in kernels.items()}
-    groups: dict[tuple[str, Problem], list[tuple[float, str, Trial]]] = {}
-    for trial in map(rows_of_today(kernels), trials):
-        today = trial.kernel in params and params[trial.kernel] <= set(trial.config)
-        if trial.provider == OURS and today and trial.screened_us and not trial.recorded:
-            timed = (trial.screened_us, repr(trial.key), trial)
-            groups.setdefault((trial.kernel, trial.problem), []).append(timed)
-    found = []
-    for (kernel, problem), rows in groups.items():
-        rows.sort(key=lambda row: row[:2])
-        others = rows[ROWS:]
-        kept = rows[:ROWS] + others[:: max(1, -(-len(others) // ROWS))]
-        if len(kept) > 1:
-            configs = tuple(trial.config for _, _, trial in kept)
-            found.append(History(kernel, problem, run, configs, tuple(us for us, _, _ in kept)))
-    return found
 
 
 def _facts(kernel: str, params: Sequence[str], histories: Sequence[History]) -> dict[str, Any]:

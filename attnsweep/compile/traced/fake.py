@@ -26,16 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem
+from attnsweep.core.user_code import type_of
 
 _TORCH, _COMPILER = (os.path.dirname(of.__file__) + os.sep for of in (torch, triton.compiler))
-DTYPES = {
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp32": torch.float32,
-    "e4m3": torch.float8_e4m3fn,
-    "bool": torch.bool,
-    "int32": torch.int32,
-}
 
 
 class NoCard(Exception):
@@ -200,9 +193,10 @@ def _compiles(*_: Any, **__: Any) -> Any:
 def inputs_of(problem: Problem) -> list[FakeTensor]:
     """A call's inputs in the order of `problem.values`: contiguous, without memory."""
     tensors = {tensor.name: tensor for tensor in problem.op.inputs(problem)}
+    kinds = {name: type_of(torch, tensors[name].dtype) for name in problem.values}
     return [
-        torch.empty(problem.shape_of(name), dtype=DTYPES[tensors[name].dtype], device="cuda")
-        for name in problem.values
+        torch.empty(problem.shape_of(name), dtype=kind, device="cuda")
+        for name, kind in kinds.items()
     ]
 
 

@@ -13,12 +13,12 @@ import torch
 from triton.runtime import interpreter
 from triton.runtime.autotuner import Autotuner
 
-from attnsweep.compile.traced.fake import DTYPES, no_card
+from attnsweep.compile.traced.fake import no_card
 from attnsweep.compile.traced.triton import AskedTooMuch, Recorder, on_card
 from attnsweep.core.errors import Unavailable
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem
-from attnsweep.core.user_code import BoundFunction, breach, split
+from attnsweep.core.user_code import BoundFunction, breach, split, type_of
 
 # Bytes on each side of an input: all of its bits are set, which is NaN, or -1.
 _GUARD = 1 << 16
@@ -37,7 +37,7 @@ class Inputs:
             memory = torch.full((bits.nbytes + 2 * _GUARD,), 255, dtype=torch.uint8)
             inside = memory[_GUARD : _GUARD + bits.nbytes]
             inside.copy_(torch.from_numpy(bits.reshape(-1).view(np.uint8)))
-            self.tensors.append(inside.view(DTYPES[tensors[name].dtype]).view(bits.shape))
+            self.tensors.append(inside.view(type_of(torch, tensors[name].dtype)).view(bits.shape))
             self._whole[name] = memory, memory.clone()
 
     def check(self) -> None:
@@ -53,14 +53,9 @@ class _Interpreted(Recorder):
     @contextmanager
     def recording(self, arch: Arch) -> Iterator[None]:
         """See Recorder."""
-        tune = Autotuner.run
-
-        def autotune(tuner: Any, *args: Any, **how: Any) -> Any:
-            return self._autotune(tune, tuner, args, how)
-
         with (
             on_card(arch, "cpu"),
-            mock.patch.object(Autotuner, "run", autotune),
+            mock.patch.object(Autotuner, "run", self.autotuner()),
             mock.patch.object(interpreter, "_patch_lang_tensor", _with_index),
         ):
             yield
@@ -93,7 +88,7 @@ def keep(given: Inputs, made: Any, folder: Path) -> None:
     """Write what a call returned to a folder. Raises Unavailable if it is not as it should be."""
     problem, returned = given.problem, made if isinstance(made, tuple) else (made,)
     for tensor, output in zip(problem.op.written(problem), returned, strict=False):
-        like = torch.empty(0, dtype=DTYPES[tensor.dtype])
+        like = torch.empty(0, dtype=type_of(torch, tensor.dtype))
         if why := breach(torch, output, tensor.shape, like, given.tensors):
             raise Unavailable(f"{tensor.name}: {why}")
         np.save(folder / f"{tensor.name}.npy", output.detach().contiguous().numpy())

@@ -106,9 +106,9 @@ class Traced:
                 for problem, config in itertools.product(map(Problem.parse, problems), configs)
             ]
 
-    def refusals(self, problems: list[str]) -> list[str | None]:
-        """Why the callable takes no call of each problem, or None: its parameters or `supports`."""
-        return [self._refusal(Problem.parse(problem)) for problem in problems]
+    def refusals(self, problems: list[str], unless_said: bool) -> list[str | None]:
+        """Why the callable takes no call of each problem, or None: see Tracer."""
+        return [self._refusal(Problem.parse(problem), unless_said) for problem in problems]
 
     def cases(self, problem: str, values: dict[str, Any], folder: str) -> list[Any]:  # noqa: ARG002
         """The `cases` of a trace that was made without; folder: its own, which has its kernels."""
@@ -165,13 +165,20 @@ class Traced:
             "files": self.closure(),
         }
 
-    def _refusal(self, shape: Problem) -> str | None:
+    def _refusal(self, shape: Problem, unless_said: bool) -> str | None:
         if why := self._other_tensors(shape):
             return why
-        if (supports := beside(self.module, self.function, "supports")) is None:
+        if supports := beside(self.module, self.function, "supports"):
+            with watched("supports"):
+                return _reason("supports", supports(shape))
+        if unless_said:
             return None
-        with watched("supports"):
-            return _reason("supports", supports(shape))
+        if shape.kind not in ("full", "causal") or shape.head_dim_v or shape.scores.kinds:
+            return "no supports(problem) beside it says that it can"
+        told = self.asked.factory or any(
+            takes(self.function, n) for n in ("problem", "causal", "is_causal")
+        )
+        return "it has no parameter causal" if shape.causal and not told else None
 
     def _other_tensors(self, shape: Problem) -> str | None:
         """Why its parameters are not the tensors of a call, or None."""
@@ -195,22 +202,6 @@ class Traced:
         if not forward and "do" not in own:
             return f"it takes no tensors of a backward: {', '.join(shape.values)}"
         return f"it takes {len(own)} tensors, and a call has {len(shape.values)}"
-
-    def serves(self, problem: str) -> str | None:
-        """Why the callable cannot be called on a problem, as far as it says, or None.
-
-        Without `supports` it is asked for no more than what most functions do.
-        """
-        shape = Problem.parse(problem)
-        refusal = self._refusal(shape)
-        if refusal or beside(self.module, self.function, "supports"):
-            return refusal
-        if shape.kind not in ("full", "causal") or shape.head_dim_v or shape.scores.kinds:
-            return "no supports(problem) beside it says that it can"
-        told = self.asked.factory or any(
-            takes(self.function, n) for n in ("problem", "causal", "is_causal")
-        )
-        return "it has no parameter causal" if shape.causal and not told else None
 
     def interpret(self, problem: str, values: dict[str, Any], inputs: str, folder: str) -> None:
         """Write the outputs of a call in Triton's interpreter to a folder; inputs: the folder of.

@@ -135,13 +135,10 @@ class Recorder:
     @contextmanager
     def recording(self, arch: Arch) -> Iterator[None]:
         """Context in which this recorder gets every Triton launch and autotuner run."""
-        run, tune, self._arch = JITFunction.run, Autotuner.run, arch
+        run, self._arch = JITFunction.run, arch
 
         def launch(jit: Any, *args: Any, grid: Any, warmup: bool, **how: Any) -> Any:
             return self._launch(run, jit, args, grid, how)
-
-        def autotune(tuner: Any, *args: Any, **how: Any) -> Any:
-            return self._autotune(tune, tuner, args, how)
 
         def pointer(tensor: FakeTensor) -> int:
             return 4096 + int(tensor.storage_offset()) * int(tensor.element_size()) % 16
@@ -149,7 +146,7 @@ class Recorder:
         with on_card(arch), ExitStack() as stack:
             stack.enter_context(mock.patch.object(JITFunction, "run", launch))
             stack.enter_context(mock.patch.object(GridExecutor, "__call__", return_value=None))
-            stack.enter_context(mock.patch.object(Autotuner, "run", autotune))
+            stack.enter_context(mock.patch.object(Autotuner, "run", self.autotuner()))
             stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", pointer))
             stack.enter_context(others.calls(self._called))
             yield
@@ -203,6 +200,11 @@ class Recorder:
             )
         )
         return kernel
+
+    def autotuner(self) -> Any:
+        """What stands for Autotuner.run meanwhile."""
+        run = Autotuner.run
+        return lambda tuner, *args, **how: self._autotune(run, tuner, args, how)
 
     def _autotune(self, run: Any, tuner: Any, args: Sequence[Any], how: Any) -> Any:
         tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
@@ -297,15 +299,12 @@ class Watch(Recorder):
             self._hashes.add(str(getattr(kernel, "hash", "none")))
             return kernel
 
-        def autotune(tuner: Any, *args: Any, **how: Any) -> Any:
-            return self._autotune(tune, tuner, args, how)
-
         def called(make: Any, compiled: Any, args: tuple[Any, ...]) -> Any:
             self._hashes.add(others.identity(compiled))
             return make()
 
         manager, triton.knobs.cache.manager_class = triton.knobs.cache.manager_class, _Modules
-        JITFunction.run, Autotuner.run = launch, autotune
+        JITFunction.run, Autotuner.run = launch, self.autotuner()
         os.environ |= dict.fromkeys(_CACHES, self._cache)
         try:
             with others.calls(called):
