@@ -61,9 +61,9 @@ class Warm:
     def __init__(self, proof: Verifier) -> None:
         self._proof = proof
 
-    def begin(self, call: TimedCall, proven: Proven | None, *, untimed: bool = False) -> None:
-        """Enqueue other inputs than before. untimed: for a replay whose output is not compared."""
-        self._proof.begin(proven, untimed=untimed)
+    def begin(self, call: TimedCall, proven: Proven | None) -> None:
+        """Enqueue other inputs than before."""
+        self._proof.begin(proven)
         call.refresh(1)
 
     def look(self, proven: Proven) -> Callable[[], None] | None:
@@ -103,9 +103,9 @@ class Cold(Warm):
         session.settle()  # copies are on another stream, which this one does not wait for
         return copies
 
-    def begin(self, call: TimedCall, proven: Proven | None, *, untimed: bool = False) -> None:  # noqa: ARG002
+    def begin(self, call: TimedCall, proven: Proven | None) -> None:  # noqa: ARG002
         """Enqueue the drawing of new inputs for each copy, before a cold replay."""
-        self._proof.begin_cold(self.copies, untimed=untimed)
+        self._proof.begin_cold(self.copies)
         call.refresh()
 
     def look(self, proven: Proven) -> None:
@@ -169,8 +169,7 @@ class Timer:
         """
         with self.session.stream:
             if self.effort.thorough:
-                inputs.begin(call, proven, untimed=True)
-                graph.replay()
+                graph.replay()  # untimed, on whatever inputs are there
             inputs.begin(call, proven)
             look = None if proven is None else inputs.look(proven)
             time_us = self.session.time_us(graph.replay, look) / graph.calls

@@ -160,21 +160,19 @@ class Calls:
         again = proven is None or proven.deterministic
         return self.timed.redraws and not (again and is_long(self.timed.case.problem))
 
-    def begin(self, proven: Proven | None = None, *, untimed: bool = False) -> None:
+    def begin(self, proven: Proven | None = None) -> None:
         """Enqueue other inputs than before, and an output that every call must write anew.
 
         proven: what is to be judged then.
 
         In turns it is poisoned, and still holds what was right for the inputs before: a kernel that
-        finds it written has yet to compute. untimed: for a replay that is not compared.
+        finds it written has yet to compute.
         """
         with self._prepared():
             if self._redraws(proven):
                 self.timed.redraw()
             else:
                 self.timed.draw()
-            if untimed:
-                return
             self._poisons = not self._poisons
             if self._poisons:
                 self.timed.poison()
@@ -200,7 +198,7 @@ class Calls:
         if proven.lse is not None:
             proven.lse.fill(POISON)
 
-    def begin_cold(self, copies: Sequence[Mapping[str, Buffer]], *, untimed: bool = False) -> None:
+    def begin_cold(self, copies: Sequence[Mapping[str, Buffer]]) -> None:
         """`begin` before calls that rotate over copies: each gets inputs of its own.
 
         Where nothing is drawn anew, all have the inputs as they were made.
@@ -217,8 +215,6 @@ class Calls:
                 self._comparer.redraw(regions, before, self._cold[0])
             else:
                 self.timed.go_to(PLAIN)
-            if untimed:
-                return
             for copy in (self.outputs, *copies):
                 for name in self.timed.outputs:
                     copy[name].fill(POISON)
