@@ -27,12 +27,14 @@ def _package() -> Any:
     global _loaded
     try:
         from attnsweep.serve.runtime import package
+        from attnsweep.serve.runtime.operator import PASSING_ON
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         from attnsweep.core.files import install_command
 
         raise ImportError(f"needs PyTorch: {install_command('torch')}") from error
+    PASSING_ON.add(attention.__code__)
     _loaded = package
     return package
 

@@ -13,6 +13,7 @@ from packages import shape, winner  # noqa: E402
 
 import attnsweep  # noqa: E402
 from attnsweep.core.scores import Scores  # noqa: E402
+from attnsweep.serve.runtime import operator as serve_operator  # noqa: E402
 from attnsweep.serve.runtime import pytorch_calls, sdpa_patch  # noqa: E402
 from attnsweep.serve.runtime.pytorch_calls import Layout, Steps, aligned, attend  # noqa: E402
 
@@ -275,6 +276,32 @@ def test_a_place_of_short_steps_that_were_alike_is_pytorchs_at_once(monkeypatch,
         assert len(watched) == min(count + 1, Steps.WATCHED)
     F.scaled_dot_product_attention(*leaves(*tensors(seqlen=48)))
     assert len(watched) == Steps.WATCHED + 1, "another place"
+
+
+def test_steps_that_call_the_package_settle_by_their_place_too(monkeypatch, places):
+    operator = places._operator
+    monkeypatch.setattr(operator, "_on_cuda", False)
+    monkeypatch.setattr(operator, "short_work", 1e9)
+    asked, given = [], leaves(*tensors(seqlen=48))
+    monkeypatch.setattr(serve_operator, "attend", lambda *a, **b: asked.append(1) or attend(*a, **b))
+
+    def steps(count):
+        for _ in range(count):
+            out = attnsweep.attention(*given)
+            out.backward(torch.ones_like(out))
+            yield out
+
+    *_, first = steps(Steps.WATCHED + 1)
+    settled = len(asked)
+    *_, last = steps(3)
+    assert len(asked) == settled == Steps.WATCHED + 1
+    assert torch.equal(last, first)
+    assert attnsweep.attention(*given).requires_grad
+    assert len(asked) == settled + 1, "another place"
+    for other in (off_16_bytes(), leaves(*tensors(seqlen=80))):
+        given[:] = other
+        [*steps(1)]
+    assert len(asked) == settled + 3, "other rows, and another length"
 
 
 def off_16_bytes():

@@ -10,7 +10,8 @@ from torch.autograd import forward_ad
 
 from .call import PLAIN as _PLAIN
 from .call import Call
-from .pytorch_calls import Steps
+from .pytorch_calls import Steps, watched
+from .sdpa_patch import sdpa
 from .serving_plan import ServingPlan
 
 _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
@@ -141,7 +142,7 @@ _Settled = tuple[Callable[..., bool], bool, Any, "type | None"]
 class ShortSteps:
     """Kinds of short steps that PyTorch gets, by the place in a program that makes them.
 
-    A place is a code object and the number of an instruction in it; None: any of the others.
+    A place is a code object and the number of an instruction in it.
     settled: by `number`, the kinds whose gradients were alike so often that nobody watches them:
     whether tensors are alike in all but addresses, whether it is causal, the code object, and the
     class of the output's grad_fn.
@@ -155,6 +156,33 @@ class ShortSteps:
     def number(code: Any, at: int) -> int:
         """A place in a program as one number, which a dict finds sooner than a pair."""
         return (id(code) << 24) + at
+
+    def output(
+        self,
+        place: int,
+        query: Any,
+        key: Any,
+        value: Any,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> torch.Tensor | None:
+        """PyTorch's output for a settled step, as it is given; None for any other.
+
+        An enabled package has the same without a frame of Python in between.
+        """
+        for alike, causal, _, backend in self._of(place):
+            if (
+                causal is is_causal
+                and alike(query, key, value)
+                and not (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15
+            ):
+                masks = (None, dropout_p or -0.0, is_causal)
+                out = sdpa(query, key, value, *masks, scale=scale, enable_gqa=enable_gqa)
+                known = type(out.grad_fn) is backend
+                return out if known else watched(out, query, key, value)
+        return None
 
     def find(
         self, code: Any, at: int, query: Any, key: Any, value: Any, causal: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from inspect import signature
 from typing import Any
 
@@ -26,7 +27,9 @@ from .transformers_hook import LazyMask
 # Looked up once: each is asked in every call.
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-_TENSOR = torch.Tensor
+_TENSOR, _frame = torch.Tensor, sys._getframe
+PASSING_ON: set[Any] = set()
+"""Code of functions that pass a call on to `Operator.attention`: their caller is its place."""
 # Elements of q times keys, below which PyTorch gets a call that records gradients before anything
 # is looked up: the host takes longer for such a step than the device, and would notice.
 _SHORT_WORK = 2.5e9
@@ -162,7 +165,11 @@ class Operator:
             and key.dim() == 4
             and query.numel() * key.shape[2] < self.short_work
         ):
-            return self.short(query, key, value, dropout_p, is_causal, scale, enable_gqa)
+            frame = _frame(1)
+            while frame.f_code in PASSING_ON and frame.f_back is not None:
+                frame = frame.f_back
+            place = (frame.f_code, frame.f_lasti)
+            return self.short(query, key, value, dropout_p, is_causal, scale, enable_gqa, *place)
         return self.sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, cache, True
         )
@@ -176,12 +183,16 @@ class Operator:
         is_causal: bool,
         scale: float | None,
         enable_gqa: bool,
-        code: Any = None,
-        at: int = 0,
+        code: Any,
+        at: int,
     ) -> torch.Tensor:
         """A short step with gradients, which PyTorch gets. code, at: the place that makes it."""
         self.launcher.fell_back(SHORT)
         find = self.short_steps
+        options = (dropout_p, is_causal, scale, enable_gqa)
+        out = find.output(find.number(code, at), query, key, value, *options)
+        if out is not None:
+            return out
         steps = find.find(code, at, query, key, value, is_causal)
         steps = steps or find.add(code, at, query, key, value, is_causal)
         how: Any = (None, dropout_p, is_causal)

@@ -17,7 +17,7 @@ from . import transformers_hook
 from .dispatch import Explanation
 from .docstrings import MASKS_AND_SCORES, PACKED, ends_with
 from .fp8_operator import Fp8Operator
-from .operator import SHORT, Operator
+from .operator import PASSING_ON, SHORT, Operator
 from .packed import VarlenOperator
 from .pytorch_calls import attend, watched
 from .sdpa_patch import PatchedAttention, Routing, Switched, exports, flash_allowed, sdpa
@@ -251,6 +251,9 @@ def counters() -> dict[str, int]:
     `kernel_fp8` counts those of `attention_fp8`.
     """
     return _operator.counters() | _fp8.counters()
+
+
+PASSING_ON |= {attention.__code__, flash_attn_func.__code__}
 
 
 class _Routed(PatchedAttention):
