@@ -166,6 +166,12 @@ def understood(
         if not isinstance(sinks, torch.Tensor) or sinks.shape != (heads,):
             raise ValueError(f"sinks are a tensor of {heads} numbers, one of each head of q")
         sinks = sinks.float().contiguous()
+    for name, number in (("softmax_scale", scale), ("softcap", softcap)):
+        if isinstance(number, torch.Tensor):
+            raise TypeError(
+                f"{name} is a tensor, which may change between calls that share a plan: give a "
+                "number, as its item() is"
+            )
     if not softcap >= 0 or math.isinf(softcap):
         raise ValueError(f"softcap is 0 or above, and finite, not {softcap}")
     left, right = (-1 if side is None or side < 0 else int(side) for side in window)
@@ -248,13 +254,52 @@ def _rows(cache: torch.Tensor) -> torch.Tensor:
 
 
 def check_output(call: Arguments, out: Any) -> None:
-    """Raise TypeError or ValueError for an output that is given and is not as the call's."""
+    """Raise TypeError or ValueError for an output that is given and is not as the call's.
+
+    Nor may it lie where the call reads: other blocks may read a row when one has written it.
+    """
     own = (call.of_out, call.q.dtype, call.q.device)
     if not isinstance(out, torch.Tensor | None):
         raise TypeError(f"out is {type(out).__name__}, not a tensor")
     if out is not None and (tuple(out.shape), out.dtype, out.device) != own:
         what = f"{tuple(out.shape)}, {out.dtype} on {out.device}"
         raise ValueError(f"out is {what}, and the output {own[0]}, {own[1]} on {own[2]}")
+    if out is None or torch.compiler.is_compiling():  # compiled code copies its output
+        return
+    for name, tensor in (("q", call.q), ("k_cache", call.k), ("v_cache", call.v), ("qv", call.qv)):
+        if tensor is not None and _share(out, tensor):
+            raise ValueError(
+                f"out and {name} share memory, and kernels read {name} while they write out: give "
+                "another tensor, or none"
+            )
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor to the end of its last."""
+    if not tensor.numel():
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.element_size() * (1 + sum((size - 1) * stride for size, stride in steps))
+
+
+def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have an element's memory in common; asks the host alone."""
+    if not -extent(b) < b.data_ptr() - a.data_ptr() < extent(a):
+        return False
+    (of_a, wide_a), (of_b, wide_b) = _runs(a), _runs(b)
+    before = torch.searchsorted(of_b, of_a + wide_a) - 1  # of b, the last begun by then
+    return bool(((before >= 0) & (of_b[before.clamp(min=0)] + wide_b > of_a)).any())
+
+
+def _runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Where the contiguous rows of a tensor begin, in order, and their bytes."""
+    size = tensor.element_size()
+    whole = tensor.shape[-1] if tensor.stride(-1) == 1 else 1
+    begins = torch.zeros(1, dtype=torch.int64)
+    rows = tensor[..., :1] if whole > 1 else tensor
+    for count, stride in zip(rows.shape, rows.stride(), strict=True):
+        begins = (begins[:, None] + torch.arange(count) * stride).flatten()
+    return begins.sort().values * size + tensor.data_ptr(), whole * size
 
 
 def check_values(call: Arguments) -> None:

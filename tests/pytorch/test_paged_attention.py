@@ -134,6 +134,8 @@ WRONG = [
     (changed("sinks", lambda _: torch.ones(3)), ValueError, "sinks"),
     (changed("out", lambda _: [1]), TypeError, "out is list, not a tensor"),
     (changed("out", lambda _: torch.ones(3)), ValueError, r"out is \(3,\), torch.float32 on cpu, and the output"),
+    (changed("softmax_scale", lambda _: torch.tensor(0.5)), TypeError, "softmax_scale is a tensor, which may change"),
+    (changed("softcap", lambda _: torch.tensor(0.5)), TypeError, "softcap is a tensor"),
     (changed("k", lambda _: torch.ones(3)), TypeError, "give both"),
     (changed("rotary_cos", lambda _: torch.ones(3)), NotImplementedError, "rotate q and k before"),
     (changed("rotary_cos", lambda _: torch.ones(3)), NotImplementedError, "rotary_cos"),
@@ -264,6 +266,55 @@ def test_an_output_that_is_given_is_filled(launches, scheduled):
     wide = torch.empty(*q.shape[:3], 2 * q.shape[3], dtype=q.dtype)[..., : q.shape[3]]  # the kernel cannot fill it
     assert paged.flash_attn_with_kvcache(q, k, v, out=wide, **options) is wide
     assert launches.issued[-1][0][3] != wide.data_ptr()
+
+
+@pytest.mark.parametrize(("name", "place"), [("q", 0), ("k_cache", 1), ("v_cache", 2)])
+@pytest.mark.parametrize("head", [0, 1])
+def test_an_output_that_lies_where_the_call_reads_is_refused(name, place, head):
+    """The first rows of it begin where those of a tensor do, or one head behind."""
+    tensors, options = call()
+    columns, size = tensors[0].shape[-1], tensors[0].numel()
+    one = torch.cat([tensors[place].flatten(), tensors[0].flatten()])
+    own = [each if at != place else one[: each.numel()].view_as(each) for at, each in enumerate(tensors)]
+    out = one[head * columns :][:size].view_as(tensors[0])
+    with pytest.raises(ValueError, match=f"out and {name} share memory, and kernels read {name} while"):
+        paged.flash_attn_with_kvcache(*own, **options, out=out)
+
+
+def test_an_output_between_the_rows_of_q_is_filled():
+    """They lie in one allocation, and have no element in common."""
+    (q, k, v), options = call()
+    right = paged.flash_attn_with_kvcache(q, k, v, **options)
+    beside, out = torch.cat([q, q], 2).split(q.shape[2], 2)
+    assert paged.flash_attn_with_kvcache(beside, k, v, **options, out=out) is out
+    assert torch.equal(out, right)
+    assert torch.equal(beside, q)
+
+
+def test_an_output_over_q_is_refused_also_where_the_call_is_known(launches):
+    (q, k, v), options = call()
+    paged.flash_attn_with_kvcache(q, k, v, out=torch.empty_like(q, memory_format=torch.contiguous_format), **options)
+    q = q.contiguous().as_strided(q.shape, q.stride()) if not q.is_contiguous() else q
+    launches.issued.clear()
+    both = torch.empty(2 * q.numel() + 8, dtype=q.dtype)
+    for at, refused in ((0, True), (q.numel() - 8, True), (q.numel(), False)):
+        given = both[: q.numel()].as_strided(q.shape, q.stride()), both[at:][: q.numel()].view(q.shape)
+        if refused:
+            with pytest.raises(ValueError, match="out and q share memory"):
+                paged.flash_attn_with_kvcache(given[0], k, v, out=given[1], **options)
+        else:
+            paged.flash_attn_with_kvcache(given[0], k, v, out=given[1], **options)
+        assert len(launches.issued) == 1 - refused
+
+
+def test_a_list_of_a_windows_sides_may_change_between_calls(launches):
+    (q, k, v), options = call()
+    options["window_size"] = sides = [5, 0]
+    paged.flash_attn_with_kvcache(q, k, v, **options)
+    launches.planned.clear()
+    sides[0] = 2
+    paged.flash_attn_with_kvcache(q, k, v, **options)
+    assert launches.planned[0].sides == (2, 0)
 
 
 @pytest.mark.parametrize(
