@@ -279,7 +279,8 @@ def extent(tensor: torch.Tensor) -> int:
     if not tensor.numel():
         return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.element_size() * (1 + sum((size - 1) * stride for size, stride in steps))
+    last = sum((size - 1) * stride for size, stride in steps)
+    return int(tensor.element_size() * (last + 1))
 
 
 def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
