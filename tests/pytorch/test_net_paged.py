@@ -1,13 +1,14 @@
 """Calls on paged caches at random, by kernels in PyTorch; and that they find what is planted."""
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import net  # noqa: E402
 import net_paged  # noqa: E402
-from net_paged import STAND_IN, PagedNet, draw, invoke  # noqa: E402
-from paged_stand_in import paged_stand_in  # noqa: E402
+from net_paged import STAND_IN, draw, of_paged  # noqa: E402
 from planted_paged_faults import PLANTED  # noqa: E402
 from test_net import seed_of  # noqa: E402
 
@@ -16,15 +17,14 @@ CALLS = 150
 
 
 @pytest.fixture
-def paged():
-    with paged_stand_in():
-        yield lambda seed: PagedNet(STAND_IN, "cpu", seed, call=invoke)
+def calls(request, drawn_by):
+    with of_paged(SimpleNamespace(device="cpu", seed=seed_of(drawn_by, request.node.name))) as made:
+        yield made
 
 
 @pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("number", range(40))
-def test_calls_at_random_are_right(paged, drawn_by, number):
-    calls = paged(seed_of(drawn_by, number))
+def test_calls_at_random_are_right(calls, number):
     wrong = [str(found) for _, found in calls.run(range(CALLS)) if found is not None]
     assert not wrong, "\n".join(wrong[:5])
     assert calls.by["kernel"] > CALLS / 20
@@ -32,8 +32,8 @@ def test_calls_at_random_are_right(paged, drawn_by, number):
 
 @pytest.mark.nightly(push=3)
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_fault_is_found(paged, drawn_by, name):
-    found = net.finds(PLANTED[name], paged(seed_of(drawn_by, name)), 60.0)
+def test_a_planted_fault_is_found(calls, name):
+    found = net.finds(PLANTED[name], calls, 60.0)
     assert found is not None
     assert f"net_paged.py --seed {found.seed} --only {found.number}" in str(found)
 

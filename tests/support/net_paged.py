@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 from drawn_calls import DTYPES
@@ -25,14 +26,17 @@ from packed_step import Attended, attended
 from paged_stand_in import paged_stand_in
 
 import attnsweep
-from attnsweep.serve import mla, paged_attention
+from attnsweep.serve import mla, paged_attention, paged_others
 
 FP8 = torch.float8_e4m3fn
 STEPS, VALUE = 40, 512
 ORDERS = ("nhd", "hnd", "pairs", "apart", "wide")
 """How a cache lies: two halves of one allocation, heads before slots, K and V of each page side by
 side, two allocations, rows with a gap behind them."""
-LIES = ("contiguous", "contiguous", "fused", "heads first", "2 bytes off")
+LIES = ("contiguous", "contiguous", "fused", "heads first", "2 bytes off", "ones")
+"""How queries lie; `ones` have a stride of dimensions of one element that nothing could use."""
+OUTS = ("", "contiguous", "rows apart", "heads apart", "columns apart")
+SCALES = ("each", "each", "one", "none", "heads apart", "expanded", "k alone")
 REFUSED = ("out is q", "out begins in q", "the schedule of more requests", "a length beyond the table")
 """What raises ValueError in each call, also where it is known: see `refusal`."""
 
@@ -146,7 +150,7 @@ def draw(sizes: Sizes, seed: int, number: int) -> Paged:
         call["window"] = (rng.choice(sides), rng.choice(sides)) if rng.random() < 0.3 else (-1, -1)
         call["softcap"] = rng.choice((0.0, 0.0, 0.0, 3.0, 30.0))
         call["sinks"] = rng.random() < 0.2
-        call["scales"] = rng.choice(("each", "each", "one", "none", "heads apart"))
+        call["scales"] = rng.choice(SCALES)
     call["shared"] = cache.page > 0 and rng.random() < 0.3
     call["mode"] = rng.choice(("no_grad", "grad", "q has a gradient", "inference"))
     call["kept"] = rng.random() < 0.8
@@ -161,11 +165,10 @@ def draw(sizes: Sizes, seed: int, number: int) -> Paged:
 
 def _rest(cache: Cache, entry: str, tokens: tuple[int, ...], rng: random.Random) -> dict[str, Any]:
     """What may change from call to call."""
-    outs = ("", "contiguous", "rows apart", "heads apart")
     alike = entry != "flash_attn_varlen_func" and {*tokens} == {tokens[0] or 1}
     metadata = ("", "step", "another") if cache.latent else ("", "step") if cache.page else ("",)
     made = {"q": rng.choice(LIES), "metadata": rng.choice(metadata) if alike else ""}
-    return made | {"out": "" if entry == "mla_decode" else rng.choice(outs)}
+    return made | {"out": "" if entry == "mla_decode" else rng.choice(OUTS)}
 
 
 def _refused(call: dict[str, Any], rng: random.Random) -> dict[str, Any]:
@@ -199,7 +202,8 @@ def _lengths(cache: Cache, new: int, rng: random.Random) -> tuple[int, ...]:
     """Lengths of no keys, of all, at borders of pages and tiles, and any others."""
     page, most = cache.page or 16, cache.capacity
     borders = (0, 1, page - 1, page, page + 1, 15, 16, 17, 32, 63, 64, 65, 127, 128, 129, most - 1, most)
-    drawn = (rng.choice((rng.choice(borders), rng.randint(0, most))) for _ in range(cache.batch))
+    drawn = [rng.choice((rng.choice(borders), rng.randint(0, most))) for _ in range(cache.batch)]
+    drawn = drawn[:1] * cache.batch if rng.random() < 0.1 else drawn
     return tuple(min(most, max(new, length)) for length in drawn)
 
 
@@ -288,11 +292,13 @@ class Made:
         self.lengths.copy_(torch.tensor(self.host))
         shape = (cache.batch, drawn.tokens[0]) if not drawn.packed else (sum(drawn.tokens),)
         queries = normal(*shape, cache.heads, cache.head_dim).to(DTYPES[cache.dtype])
-        rest = [normal(cache.heads) if drawn.sinks else None, *self._scales(normal), *self._taken()]
+        sinks = normal(cache.heads).to(torch.float32 if drawn.seed % 2 else queries.dtype) if drawn.sinks else None
+        rest = [sinks, *self._scales(normal), *self._taken()]
         if step:
             for old, values in zip((self.q, self.sinks, *self.scales, *self.new), (queries, *rest), strict=True):
                 if old is not None:
-                    as_bits(old.detach()).copy_(as_bits(values))
+                    at = tuple(slice(None) if step else slice(1) for step in old.stride())  # once, where it is expanded
+                    as_bits(old.detach())[at].copy_(as_bits(values)[at])
             return
         self.sinks, *self.scales = rest[:3]
         self.new = rest[3:]
@@ -317,6 +323,8 @@ class Made:
                 self.out = self.around[1:-1]
             elif drawn.out == "rows apart":
                 self.out = self.around[..., : of_out[-2], : of_out[-1]]
+            elif drawn.out == "columns apart":
+                self.out = self.around[..., of_out[-2] :, ::2]
             else:
                 self.out = self.around[..., ::2, of_out[-1] :]
 
@@ -324,7 +332,12 @@ class Made:
         cache, how = self.drawn.cache, self.drawn.scales
         if not cache.fp8 or how == "none":
             return [None, None]
-        scales = normal(2, *((1,) if how == "one" else (cache.batch, cache.heads_kv))).abs() + 0.5
+        shape = (cache.batch, cache.heads_kv)
+        scales = normal(2, *((1,) if how in ("one", "expanded") else shape)).abs() + 0.5
+        if how == "expanded":
+            return [each.expand(shape) for each in scales]
+        if how == "k alone":
+            return [scales[0], None]
         return [each.T.contiguous().T if how == "heads apart" else each for each in scales]
 
     def _taken(self) -> list[Any]:
@@ -378,6 +391,9 @@ def laid(values: Any, how: str) -> Any:
     if how == "2 bytes off":
         flat = torch.cat((values.flatten()[:1], values.flatten())) if values.numel() else values.flatten()
         return flat[1:].view(values.shape) if values.numel() else values
+    if how == "ones":
+        steps = [3 if size == 1 else step for size, step in zip(values.shape, values.stride(), strict=True)]
+        return values.as_strided(values.shape, steps)
     return values
 
 
@@ -407,7 +423,9 @@ def invoke(made: Made) -> Any:
             begins, how["seqused_k"] = torch.nn.functional.pad(made.lengths.cumsum(0).int(), (1, 0)), None
         got = attnsweep.flash_attn_varlen_func(q, k, v, made.begins, begins, longest, max(made.host), **how)
     else:
-        how |= {"cache_seqlens": made.lengths, "page_table": made.table if cache.page else None}
+        one = drawn.seed % 2 and len({*made.host}) == 1 and not drawn.refused
+        said = made.host[0] - drawn.new if one else made.lengths
+        how |= {"cache_seqlens": said, "page_table": made.table if cache.page else None}
         how |= {"sinks": made.sinks, "qv": qv, "scheduler_metadata": metadata_of(made)}
         how |= {"cu_seqlens_q": made.begins, "max_seqlen_q": longest} if drawn.packed else {}
         got = attnsweep.flash_attn_with_kvcache(q, k, v, *made.new, **how)
@@ -557,9 +575,9 @@ class PagedNet(Net):
 
 @contextmanager
 def of_paged(asked: Any) -> Iterator[PagedNet]:
-    """The net of paged caches."""
+    """The net of paged caches. PyTorch answers what no kernel does: FlashAttention-3 reads what lies beside keys."""
     on_card = asked.device == "cuda"
-    with nullcontext() if on_card else paged_stand_in():
+    with patch.object(paged_others, "_flash_3", lambda: None), nullcontext() if on_card else paged_stand_in():
         yield PagedNet(CARD if on_card else STAND_IN, asked.device, asked.seed, call=invoke)
 
 
