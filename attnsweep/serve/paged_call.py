@@ -70,11 +70,12 @@ class Arguments(NamedTuple):
     @property
     def kind(self) -> tuple[Any, ...]:
         """What a plan depends on: all but addresses."""
-        q, k, table = self.q, self.k, self.table
+        q, k, table, scales = self.q, self.k, self.table, (self.k_scale, self.v_scale)
         numbers = (self.scale, self.softcap, self.sides, self.sinks is None, self.lse)
-        sizes = (q.shape, q.stride(), k.shape, k.stride(), table.shape, table.stride(0), self.rows)
-        of_scales = None if self.k_scale is None else self.k_scale.stride()
-        return (*sizes, q.dtype, k.dtype, of_scales, *numbers, q.device.index)
+        of_tables = (table.shape, table.stride(0), self.rows)
+        sizes = (q.shape, q.stride(), k.shape, k.stride(), self.v.stride(), *of_tables)
+        of_scales = [None if scale is None else scale.stride() for scale in scales]
+        return (*sizes, q.dtype, k.dtype, *of_scales, *numbers, q.device.index)
 
 
 def understood(

@@ -420,6 +420,19 @@ def test_what_changed_in_place_is_another_kind(launches):
         paged.flash_attn_with_kvcache(q, k, v, **options)
 
 
+@pytest.mark.parametrize("name", ["v", "k_scale", "v_scale"])
+def test_strides_of_each_tensor_are_of_a_calls_kind(name):
+    """A plan that takes k's for v's would serve a call where they differ, and read beside the tensor."""
+    _, tensors, options = arguments(Problem.parse(LABELS[1]))
+    scales = options["k_descale"], options["v_descale"]
+    given = (*tensors, options["cache_seqlens"], options["page_table"], *scales, None, None, 0.0, True, (-1, -1), False)
+    call_ = paged.understood(*given)
+    tensor_ = getattr(call_, name)
+    other = call_._replace(**{name: tensor_[:1].expand(tensor_.shape)})
+    assert call_.kind == call_._replace(**{name: tensor_.clone(memory_format=torch.preserve_format)}).kind
+    assert call_.kind != other.kind
+
+
 @pytest.mark.parametrize(("ratio", "installed", "serves"), [(0.9, True, False), (0.9, False, True), (0.98, True, True)])
 def test_flash_attention_3_serves_where_it_was_faster(monkeypatch, ratio, installed, serves):
     label = "(8,64/8,8x8192,128) bf16 causal paged(16)"
