@@ -30,9 +30,10 @@ from attnsweep.serve import mla, paged_attention, paged_others
 
 FP8 = torch.float8_e4m3fn
 STEPS, VALUE = 40, 512
-ORDERS = ("nhd", "hnd", "pairs", "apart", "wide")
+ORDERS = ("nhd", "hnd", "pairs", "apart", "wide", "v hnd")
 """How a cache lies: two halves of one allocation, heads before slots, K and V of each page side by
-side, two allocations, rows with a gap behind them."""
+side, two allocations, rows with a gap behind them; V alone with heads before slots."""
+LATENT = ("nhd", "pairs", "wide")
 LIES = ("contiguous", "contiguous", "fused", "heads first", "2 bytes off", "ones")
 """How queries lie; `ones` have a stride of dimensions of one element that nothing could use."""
 OUTS = ("", "contiguous", "rows apart", "heads apart", "columns apart")
@@ -119,19 +120,29 @@ CARD = Sizes(
 STAND_IN = Sizes()
 
 
+ONE_THING = ("seed", "lengths", "causal", "window", "softcap", "sinks", "scale", "scales", "lse", "mode", "cache")
+
+
 def draw(sizes: Sizes, seed: int, number: int) -> Paged:
-    """The call of this number. Three caches take turns for a while; some calls differ from the last in one thing."""
+    """The call of this number. Three caches take turns for a while; many calls differ from the last in one thing."""
     rng = random.Random(f"{seed} paged {number}")
-    if number % 60 and rng.random() < 0.3:
+    if number % 60 and rng.random() < 0.4:
         last = draw(sizes, seed, number - 1)
-        change = rng.choice(("values", "lengths", "metadata", "out", "q"))
         new: dict[str, Any] = {"seed": rng.randrange(10**6), "kept": True, "steps": 1}
+        change = rng.choice((*ONE_THING, "out", "q", "metadata"))
         if change == "lengths":
-            new["lengths"] = _lengths(last.cache, last.new, rng)
-        if change in ("metadata", "out", "q") and not last.refused:
+            new[change] = _lengths(last.cache, last.new, rng)
+        elif change == "cache":  # of other strides
+            new[change] = replace(last.cache, order=rng.choice(LATENT if last.cache.latent else ORDERS))
+        elif change in ONE_THING:
+            new[change] = getattr(_call(sizes, last.cache, rng), change)
+        elif not last.refused:
             new[change] = _rest(last.cache, last.entry, last.tokens, rng)[change]
         return replace(last, **new)
-    cache = _cache(sizes, random.Random(f"{seed} cache {number // 60} {rng.randrange(3)}"))
+    return _call(sizes, _cache(sizes, random.Random(f"{seed} cache {number // 60} {rng.randrange(3)}")), rng)
+
+
+def _call(sizes: Sizes, cache: Cache, rng: random.Random) -> Paged:
     packed = cache.page > 0 and rng.random() < 0.4
     entry = "mla_decode" if cache.latent and not packed and rng.random() < 0.5 else "flash_attn_with_kvcache"
     entry = rng.choice(("flash_attn_varlen_func", entry)) if packed else entry
@@ -194,7 +205,7 @@ def _cache(sizes: Sizes, rng: random.Random) -> Cache:
     capacity = max(5, rng.randint(1, capacity)) if page == 0 else -(-max(5, capacity) // page) * page
     head_dim = 576 if latent else rng.choice(sizes.head_dims)
     own = (rng.randint(1, 6), heads, heads_kv, head_dim, page, capacity, rng.choice(("bf16", "bf16", "fp16")))
-    order = rng.choice(("nhd", "wide", "pairs") if latent else ORDERS)
+    order = rng.choice(LATENT if latent else ORDERS)
     return Cache(*own, fp8=not latent and rng.random() < 0.35, order=order, latent=latent)
 
 
@@ -223,7 +234,8 @@ class Made:
         if key not in kept:
             kept[key] = self._allocated()
         self.k, self.v, self._table, self.lengths = kept[key]
-        self.table = self._table[:, : self.blocks]
+        width = self.blocks + 3 * (drawn.seed % 2)
+        self.table = self._table[: cache.batch * width].view(cache.batch, width)[:, : self.blocks]
         self.begins = torch.tensor([0, *drawn.tokens], device=device).cumsum(0).int()
         self.sinks: Any = None
         self.scales: list[Any] = []
@@ -249,9 +261,11 @@ class Made:
             k, v = new(pages, *inside), new(pages, *inside)
         else:
             k, v = new(2, pages, *inside)
+        if cache.order == "v hnd":
+            v = v.view(pages, cache.heads_kv, page, cache.head_dim).transpose(1, 2)
         if cache.latent:
             v = k[..., :VALUE]
-        table = torch.empty(cache.batch, self.blocks + 3, dtype=torch.int32, device=self.device)
+        table = torch.empty(cache.batch * (self.blocks + 3), dtype=torch.int32, device=self.device)
         lengths = torch.empty(cache.batch, dtype=torch.int32, device=self.device)
         return k, v, table, lengths
 
