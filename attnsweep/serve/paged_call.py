@@ -139,7 +139,8 @@ def understood(
     if table is None:
         if pages != batch:
             raise ValueError(f"a cache without a table has {batch} requests as q, not {pages}")
-        k_cache, v_cache, table = _in_pages(k_cache), _in_pages(v_cache), _rows(k_cache)
+        k_cache, v_cache = _in_pages(k_cache, v_cache)
+        table = _rows(k_cache, batch)
     elif not isinstance(table, torch.Tensor) or table.dtype != torch.int32 or table.dim() != 2:
         raise TypeError("page_table is an int32 tensor of two dimensions, (batch, blocks)")
     elif page_size not in (1, 2, 4) and page_size % 8:
@@ -228,17 +229,19 @@ def _scales(batch: int, k: torch.Tensor, given: Sequence[Any]) -> list[Any]:
     return made
 
 
-def _in_pages(cache: torch.Tensor) -> torch.Tensor:
-    """A dense cache (batch, seqlen_k, heads_kv, head_dim) as pages: of each request one, or more
-    where its requests are a whole number of them apart.
+def _in_pages(*caches: torch.Tensor) -> list[torch.Tensor]:
+    """Dense caches (batch, seqlen_k, heads_kv, head_dim) as pages: of each request one, or more
+    where requests are a whole number of them apart in K and in V.
     """
-    batch, seqlen, heads, columns = cache.shape
-    of_item, of_slot, of_head, one = cache.stride()
-    page = PAGE_OF_DENSE
-    if seqlen % page or (batch > 1 and of_item != seqlen * of_slot):
-        return cache
-    shape = (batch * seqlen // page, page, heads, columns)
-    return cache.as_strided(shape, (page * of_slot, of_slot, of_head, one))
+    page, made = PAGE_OF_DENSE, []
+    for cache in caches:
+        batch, seqlen, heads, columns = cache.shape
+        of_item, of_slot, of_head, one = cache.stride()
+        if seqlen % page or (batch > 1 and of_item != seqlen * of_slot):
+            return [*caches]
+        shape = (batch * seqlen // page, page, heads, columns)
+        made.append(cache.as_strided(shape, (page * of_slot, of_slot, of_head, one)))
+    return made
 
 
 @functools.lru_cache(maxsize=64)
@@ -246,9 +249,9 @@ def _table_of(batch: int, blocks: int, device: torch.device) -> torch.Tensor:
     return torch.arange(batch * blocks, dtype=torch.int32, device=device).view(batch, blocks)
 
 
-def _rows(cache: torch.Tensor) -> torch.Tensor:
-    """The table of a dense cache."""
-    batch, blocks = cache.shape[0], _in_pages(cache).shape[0] // cache.shape[0]
+def _rows(cache: torch.Tensor, batch: int) -> torch.Tensor:
+    """The table of a dense cache in pages."""
+    blocks = len(cache) // batch
     # What is made in the capture of a graph has values when that is replayed, and not before.
     once = torch.compiler.is_compiling() or (cache.is_cuda and is_capturing())
     return (_table_of.__wrapped__ if once else _table_of)(batch, blocks, cache.device)

@@ -83,6 +83,22 @@ def test_a_dense_cache_is_a_paged_one():
     assert torch.equal(paged.flash_attn_with_kvcache(tensors[0], *long, cache_seqlens=lengths, causal=True), expected)
 
 
+def test_a_dense_cache_whose_v_alone_has_heads_before_slots():
+    """K could be read in pages of several slots, V cannot."""
+    q, (k, v) = torch.randn(2, 3, 4, 16).half(), torch.randn(2, 2, 32, 2, 16).half()
+    other = v.transpose(1, 2).contiguous().transpose(1, 2)
+    how = {"cache_seqlens": torch.tensor([9, 30], dtype=torch.int32), "causal": True}
+    right = paged.flash_attn_with_kvcache(q, k, v, **how)
+    for given in ((k, other), (other, k)):
+        wanted = right if given[0] is k else paged.flash_attn_with_kvcache(q, v, k, **how)
+        assert torch.equal(paged.flash_attn_with_kvcache(q, *given, **how), wanted)
+    new = torch.randn(2, 2, 2, 2, 16).half()
+    caches = [each.clone() for each in (k, v)], [k.clone(), other.clone(memory_format=torch.preserve_format)]
+    outs = [paged.flash_attn_with_kvcache(q, *each, *new, **how) for each in caches]
+    assert torch.equal(*outs)
+    assert all(torch.equal(*each) for each in zip(*caches, strict=True))
+
+
 def test_one_length_is_of_all_requests_and_none_is_all_slots():
     _, _ = call()
     q, k, v = torch.randn(2, 1, 4, 16).half(), *torch.randn(2, 2, 32, 2, 16).half()
