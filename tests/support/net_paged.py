@@ -130,6 +130,7 @@ def draw(sizes: Sizes, seed: int, number: int) -> Paged:
         last = draw(sizes, seed, number - 1)
         new: dict[str, Any] = {"seed": rng.randrange(10**6), "kept": True, "steps": 1}
         change = rng.choice((*ONE_THING, "out", "q", "metadata"))
+        change = "seed" if change == "scale" and last.cache.latent else change  # mla_decode has no default
         if change == "lengths":
             new[change] = _lengths(last.cache, last.new, rng)
         elif change == "cache":  # of other strides
@@ -155,7 +156,8 @@ def _call(sizes: Sizes, cache: Cache, rng: random.Random) -> Paged:
     call: dict[str, Any] = {"cache": cache, "packed": packed, "tokens": tokens, "new": new_keys, "entry": entry}
     call |= {"lengths": _lengths(cache, new_keys, rng), "causal": rng.random() < 0.8, "lse": rng.random() < 0.4}
     # PyTorch gets the scaled keys of FP8 caches in 16 bits, which large scores would show.
-    call["scale"] = rng.choice((None, None, 0.05, None if cache.fp8 else 0.3)) if not cache.latent else 0.07
+    call["scale"] = rng.choice((None, None, 0.05, None if cache.fp8 else 0.3))
+    call["scale"] = 0.07 if entry == "mla_decode" or (cache.latent and call["scale"]) else call["scale"]
     if not cache.latent:
         sides = (-1, 0, 1, 5, 16, 63, 200)
         call["window"] = (rng.choice(sides), rng.choice(sides)) if rng.random() < 0.3 else (-1, -1)
@@ -202,7 +204,9 @@ def _cache(sizes: Sizes, rng: random.Random) -> Cache:
     heads, heads_kv = (rng.choice(sizes.latent_heads), 1) if latent else rng.choice(sizes.heads)
     page = 64 if latent else rng.choice((*sizes.pages, 0))
     capacity = rng.choice((1, 16, 64, 65, 128, sizes.capacity // 3, sizes.capacity))
-    capacity = max(5, rng.randint(1, capacity)) if page == 0 else -(-max(5, capacity) // page) * page
+    unit = page or rng.choice((1, 16))  # dense caches are read in pages of 16 slots where they can be
+    capacity = rng.randint(1, capacity) if page == 0 else capacity
+    capacity = -(-max(5, capacity) // unit) * unit
     head_dim = 576 if latent else rng.choice(sizes.head_dims)
     own = (rng.randint(1, 6), heads, heads_kv, head_dim, page, capacity, rng.choice(("bf16", "bf16", "fp16")))
     order = rng.choice(LATENT if latent else ORDERS)
@@ -272,7 +276,7 @@ class Made:
     def fill(self, step: int) -> None:
         """Draw everything again, in the same memory: after the first step with the lengths of other requests."""
         drawn, cache, page = self.drawn, self.drawn.cache, self.page
-        turned = step % cache.batch
+        self.step, turned = step, step % cache.batch
         self.host = [*drawn.lengths[turned:], *drawn.lengths[:turned]]
         numbers = torch.Generator(self.device).manual_seed(drawn.seed + step)
         rng = random.Random(f"{drawn.seed} {step}")
@@ -316,6 +320,8 @@ class Made:
             return
         self.sinks, *self.scales = rest[:3]
         self.new = rest[3:]
+        if drawn.new and drawn.seed % 2:  # V lies otherwise than K
+            self.new[1] = as_bits(self.new[1]).transpose(1, 2).contiguous().view(self.v.dtype).transpose(1, 2)
         self._place(queries)
 
     def _place(self, values: Any) -> None:
@@ -425,7 +431,10 @@ def invoke(made: Made) -> Any:
     how |= {"k_descale": made.scales[0], "v_descale": made.scales[1]} if cache.fp8 else {}
     qv = None
     if cache.latent:  # in parts, which are views of one row or not
-        (qv, q), k = q.split((VALUE, q.shape[-1] - VALUE), -1), k[..., VALUE:]
+        other = (
+            q if (drawn.seed + made.step) % 3 else q.clone()
+        )  # q and qv of two tensors, perhaps with the same strides
+        qv, q, k = q[..., :VALUE], other[..., VALUE:], k[..., VALUE:]
         qv, q = (qv, q) if drawn.q == "contiguous" else (qv.clone(), q.clone())
     if drawn.refused == "a length beyond the table":
         made.lengths[-1] = cache.capacity + 1

@@ -75,6 +75,7 @@ def _compute(
 ) -> None:
     """Put the output of a call there, and its log-sum-exps at an address."""
     (k, v), (k_scale, v_scale), (by, softcap, sides) = caches, scales, numbers
+    assert all(each.data_ptr() % 16 == 0 for each in (to, q, k, v)), "a kernel copies 16 bytes at a time"
     call = Arguments(q, k, v, lengths, table, k_scale, v_scale, sinks, by / LOG2E, softcap, sides, True, qv=qv)
     if begins is not None:
         call = call._replace(begins=begins, most_rows=max(0, int(begins.diff().max())))
