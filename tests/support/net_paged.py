@@ -431,9 +431,10 @@ def invoke(made: Made) -> Any:
     how |= {"k_descale": made.scales[0], "v_descale": made.scales[1]} if cache.fp8 else {}
     qv = None
     if cache.latent:  # in parts, which are views of one row or not
-        other = (
-            q if (drawn.seed + made.step) % 3 else q.clone()
-        )  # q and qv of two tensors, perhaps with the same strides
+        other = q
+        if (drawn.seed + made.step) % 3 == 0:  # q and qv are of two tensors, with one's strides
+            other, q = q.clone(), q.clone()
+            q[..., VALUE:] = math.nan
         qv, q, k = q[..., :VALUE], other[..., VALUE:], k[..., VALUE:]
         qv, q = (qv, q) if drawn.q == "contiguous" else (qv.clone(), q.clone())
     if drawn.refused == "a length beyond the table":
