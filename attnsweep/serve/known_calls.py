@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -37,4 +38,5 @@ class KnownCalls(Generic[_T]):
         if _Guard is None or self.find(kind, tensors) is not None:
             return
         guard = _Guard(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        self.kinds = ((kind, guard.check, what), *self.kinds[: _MOST - 1])
+        # Callers may write to a list that they gave: a window's, say.
+        self.kinds = ((copy.deepcopy(kind), guard.check, what), *self.kinds[: _MOST - 1])

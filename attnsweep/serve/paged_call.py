@@ -70,11 +70,12 @@ class Arguments(NamedTuple):
     @property
     def kind(self) -> tuple[Any, ...]:
         """What a plan depends on: all but addresses."""
-        q, k, table = self.q, self.k, self.table
+        q, k, table, scales = self.q, self.k, self.table, (self.k_scale, self.v_scale)
         numbers = (self.scale, self.softcap, self.sides, self.sinks is None, self.lse)
-        sizes = (q.shape, q.stride(), k.shape, k.stride(), table.shape, table.stride(0), self.rows)
-        of_scales = None if self.k_scale is None else self.k_scale.stride()
-        return (*sizes, q.dtype, k.dtype, of_scales, *numbers, q.device.index)
+        of_tables = (table.shape, table.stride(0), self.rows)
+        sizes = (q.shape, q.stride(), k.shape, k.stride(), self.v.stride(), *of_tables)
+        of_scales = [None if scale is None else scale.stride() for scale in scales]
+        return (*sizes, q.dtype, k.dtype, *of_scales, *numbers, q.device.index)
 
 
 def understood(
@@ -138,7 +139,8 @@ def understood(
     if table is None:
         if pages != batch:
             raise ValueError(f"a cache without a table has {batch} requests as q, not {pages}")
-        k_cache, v_cache, table = _in_pages(k_cache), _in_pages(v_cache), _rows(k_cache)
+        k_cache, v_cache = _in_pages(k_cache, v_cache)
+        table = _rows(k_cache, batch)
     elif not isinstance(table, torch.Tensor) or table.dtype != torch.int32 or table.dim() != 2:
         raise TypeError("page_table is an int32 tensor of two dimensions, (batch, blocks)")
     elif page_size not in (1, 2, 4) and page_size % 8:
@@ -166,6 +168,12 @@ def understood(
         if not isinstance(sinks, torch.Tensor) or sinks.shape != (heads,):
             raise ValueError(f"sinks are a tensor of {heads} numbers, one of each head of q")
         sinks = sinks.float().contiguous()
+    for name, number in (("softmax_scale", scale), ("softcap", softcap)):
+        if isinstance(number, torch.Tensor):
+            raise TypeError(
+                f"{name} is a tensor, which may change between calls that share a plan: give a "
+                "number, as its item() is"
+            )
     if not softcap >= 0 or math.isinf(softcap):
         raise ValueError(f"softcap is 0 or above, and finite, not {softcap}")
     left, right = (-1 if side is None or side < 0 else int(side) for side in window)
@@ -221,17 +229,19 @@ def _scales(batch: int, k: torch.Tensor, given: Sequence[Any]) -> list[Any]:
     return made
 
 
-def _in_pages(cache: torch.Tensor) -> torch.Tensor:
-    """A dense cache (batch, seqlen_k, heads_kv, head_dim) as pages: of each request one, or more
-    where its requests are a whole number of them apart.
+def _in_pages(*caches: torch.Tensor) -> list[torch.Tensor]:
+    """Dense caches (batch, seqlen_k, heads_kv, head_dim) as pages: of each request one, or more
+    where requests are a whole number of them apart in K and in V.
     """
-    batch, seqlen, heads, columns = cache.shape
-    of_item, of_slot, of_head, one = cache.stride()
-    page = PAGE_OF_DENSE
-    if seqlen % page or (batch > 1 and of_item != seqlen * of_slot):
-        return cache
-    shape = (batch * seqlen // page, page, heads, columns)
-    return cache.as_strided(shape, (page * of_slot, of_slot, of_head, one))
+    page, made = PAGE_OF_DENSE, []
+    for cache in caches:
+        batch, seqlen, heads, columns = cache.shape
+        of_item, of_slot, of_head, one = cache.stride()
+        if seqlen % page or (batch > 1 and of_item != seqlen * of_slot):
+            return [*caches]
+        shape = (batch * seqlen // page, page, heads, columns)
+        made.append(cache.as_strided(shape, (page * of_slot, of_slot, of_head, one)))
+    return made
 
 
 @functools.lru_cache(maxsize=64)
@@ -239,22 +249,62 @@ def _table_of(batch: int, blocks: int, device: torch.device) -> torch.Tensor:
     return torch.arange(batch * blocks, dtype=torch.int32, device=device).view(batch, blocks)
 
 
-def _rows(cache: torch.Tensor) -> torch.Tensor:
-    """The table of a dense cache."""
-    batch, blocks = cache.shape[0], _in_pages(cache).shape[0] // cache.shape[0]
+def _rows(cache: torch.Tensor, batch: int) -> torch.Tensor:
+    """The table of a dense cache in pages."""
+    blocks = len(cache) // batch
     # What is made in the capture of a graph has values when that is replayed, and not before.
     once = torch.compiler.is_compiling() or (cache.is_cuda and is_capturing())
     return (_table_of.__wrapped__ if once else _table_of)(batch, blocks, cache.device)
 
 
 def check_output(call: Arguments, out: Any) -> None:
-    """Raise TypeError or ValueError for an output that is given and is not as the call's."""
+    """Raise TypeError or ValueError for an output that is given and is not as the call's.
+
+    Nor may it lie where the call reads: other blocks may read a row when one has written it.
+    """
     own = (call.of_out, call.q.dtype, call.q.device)
     if not isinstance(out, torch.Tensor | None):
         raise TypeError(f"out is {type(out).__name__}, not a tensor")
     if out is not None and (tuple(out.shape), out.dtype, out.device) != own:
         what = f"{tuple(out.shape)}, {out.dtype} on {out.device}"
         raise ValueError(f"out is {what}, and the output {own[0]}, {own[1]} on {own[2]}")
+    if out is None or torch.compiler.is_compiling():  # compiled code copies its output
+        return
+    for name, tensor in (("q", call.q), ("k_cache", call.k), ("v_cache", call.v), ("qv", call.qv)):
+        if tensor is not None and _share(out, tensor):
+            raise ValueError(
+                f"out and {name} share memory, and kernels read {name} while they write out: give "
+                "another tensor, or none"
+            )
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor to the end of its last."""
+    if not tensor.numel():
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return int(tensor.element_size() * (last + 1))
+
+
+def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have an element's memory in common; asks the host alone."""
+    if not -extent(b) < b.data_ptr() - a.data_ptr() < extent(a):
+        return False
+    (of_a, wide_a), (of_b, wide_b) = _runs(a), _runs(b)
+    before = torch.searchsorted(of_b, of_a + wide_a) - 1  # of b, the last begun by then
+    return bool(((before >= 0) & (of_b[before.clamp(min=0)] + wide_b > of_a)).any())
+
+
+def _runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Where the contiguous rows of a tensor begin, in order, and their bytes."""
+    size = tensor.element_size()
+    whole = tensor.shape[-1] if tensor.stride(-1) == 1 else 1
+    begins = torch.zeros(1, dtype=torch.int64)
+    rows = tensor[..., :1] if whole > 1 else tensor
+    for count, stride in zip(rows.shape, rows.stride(), strict=True):
+        begins = (begins[:, None] + torch.arange(count) * stride).flatten()
+    return begins.sort().values * size + tensor.data_ptr(), whole * size
 
 
 def check_values(call: Arguments) -> None:

@@ -32,7 +32,7 @@ def test_calls_at_random_are_right(choose, seed):
     calls = net.Net(net.CARD, "cuda", seed, choose=choose)
     wrong = [str(found) for _, found in calls.run(range(10**6), 30.0) if found is not None]
     assert not wrong, "\n".join(wrong[:5])
-    assert calls.by["kernel"] > 20
+    assert calls.by["kernel"] > calls.by.total() / 20
 
 
 @pytest.mark.parametrize("name", PLANTED)

@@ -187,8 +187,8 @@ def test_a_plain_read_of_a_cache_is_a_bound_in_the_same_rounds(tmp_path):
         f"kernels: {{decode_paged_mma: {{{config}, EVICT_FIRST: 1, SCHEDULE: 0, PDL: 0}}}}\n"
     )
     done = attnsweep(spec, tmp_path / "results")
-    trials, _, path = rows(tmp_path / "results")
     assert done.returncode == 0, done.stderr
+    trials, _, path = rows(tmp_path / "results")
     (read,) = [trial for trial in trials if trial.provider == "plain_read"]
     assert read.status is Status.OK, read.detail
     rate = 2 * 8 * 16384 * 8 * 128 * 2 / read.time_us.median * 1e6

@@ -83,6 +83,22 @@ def test_a_dense_cache_is_a_paged_one():
     assert torch.equal(paged.flash_attn_with_kvcache(tensors[0], *long, cache_seqlens=lengths, causal=True), expected)
 
 
+def test_a_dense_cache_whose_v_alone_has_heads_before_slots():
+    """K could be read in pages of several slots, V cannot."""
+    q, (k, v) = torch.randn(2, 3, 4, 16).half(), torch.randn(2, 2, 32, 2, 16).half()
+    other = v.transpose(1, 2).contiguous().transpose(1, 2)
+    how = {"cache_seqlens": torch.tensor([9, 30], dtype=torch.int32), "causal": True}
+    right = paged.flash_attn_with_kvcache(q, k, v, **how)
+    for given in ((k, other), (other, k)):
+        wanted = right if given[0] is k else paged.flash_attn_with_kvcache(q, v, k, **how)
+        assert torch.equal(paged.flash_attn_with_kvcache(q, *given, **how), wanted)
+    new = torch.randn(2, 2, 2, 2, 16).half()
+    caches = [each.clone() for each in (k, v)], [k.clone(), other.clone(memory_format=torch.preserve_format)]
+    outs = [paged.flash_attn_with_kvcache(q, *each, *new, **how) for each in caches]
+    assert torch.equal(*outs)
+    assert all(torch.equal(*each) for each in zip(*caches, strict=True))
+
+
 def test_one_length_is_of_all_requests_and_none_is_all_slots():
     _, _ = call()
     q, k, v = torch.randn(2, 1, 4, 16).half(), *torch.randn(2, 2, 32, 2, 16).half()
@@ -134,6 +150,8 @@ WRONG = [
     (changed("sinks", lambda _: torch.ones(3)), ValueError, "sinks"),
     (changed("out", lambda _: [1]), TypeError, "out is list, not a tensor"),
     (changed("out", lambda _: torch.ones(3)), ValueError, r"out is \(3,\), torch.float32 on cpu, and the output"),
+    (changed("softmax_scale", lambda _: torch.tensor(0.5)), TypeError, "softmax_scale is a tensor, which may change"),
+    (changed("softcap", lambda _: torch.tensor(0.5)), TypeError, "softcap is a tensor"),
     (changed("k", lambda _: torch.ones(3)), TypeError, "give both"),
     (changed("rotary_cos", lambda _: torch.ones(3)), NotImplementedError, "rotate q and k before"),
     (changed("rotary_cos", lambda _: torch.ones(3)), NotImplementedError, "rotary_cos"),
@@ -266,6 +284,55 @@ def test_an_output_that_is_given_is_filled(launches, scheduled):
     assert launches.issued[-1][0][3] != wide.data_ptr()
 
 
+@pytest.mark.parametrize(("name", "place"), [("q", 0), ("k_cache", 1), ("v_cache", 2)])
+@pytest.mark.parametrize("head", [0, 1])
+def test_an_output_that_lies_where_the_call_reads_is_refused(name, place, head):
+    """The first rows of it begin where those of a tensor do, or one head behind."""
+    tensors, options = call()
+    columns, size = tensors[0].shape[-1], tensors[0].numel()
+    one = torch.cat([tensors[place].flatten(), tensors[0].flatten()])
+    own = [each if at != place else one[: each.numel()].view_as(each) for at, each in enumerate(tensors)]
+    out = one[head * columns :][:size].view_as(tensors[0])
+    with pytest.raises(ValueError, match=f"out and {name} share memory, and kernels read {name} while"):
+        paged.flash_attn_with_kvcache(*own, **options, out=out)
+
+
+def test_an_output_between_the_rows_of_q_is_filled():
+    """They lie in one allocation, and have no element in common."""
+    (q, k, v), options = call()
+    right = paged.flash_attn_with_kvcache(q, k, v, **options)
+    beside, out = torch.cat([q, q], 2).split(q.shape[2], 2)
+    assert paged.flash_attn_with_kvcache(beside, k, v, **options, out=out) is out
+    assert torch.equal(out, right)
+    assert torch.equal(beside, q)
+
+
+def test_an_output_over_q_is_refused_also_where_the_call_is_known(launches):
+    (q, k, v), options = call()
+    paged.flash_attn_with_kvcache(q, k, v, out=torch.empty_like(q, memory_format=torch.contiguous_format), **options)
+    q = q.contiguous().as_strided(q.shape, q.stride()) if not q.is_contiguous() else q
+    launches.issued.clear()
+    both = torch.empty(2 * q.numel() + 8, dtype=q.dtype)
+    for at, refused in ((0, True), (q.numel() - 8, True), (q.numel(), False)):
+        given = both[: q.numel()].as_strided(q.shape, q.stride()), both[at:][: q.numel()].view(q.shape)
+        if refused:
+            with pytest.raises(ValueError, match="out and q share memory"):
+                paged.flash_attn_with_kvcache(given[0], k, v, out=given[1], **options)
+        else:
+            paged.flash_attn_with_kvcache(given[0], k, v, out=given[1], **options)
+        assert len(launches.issued) == 1 - refused
+
+
+def test_a_list_of_a_windows_sides_may_change_between_calls(launches):
+    (q, k, v), options = call()
+    options["window_size"] = sides = [5, 0]
+    paged.flash_attn_with_kvcache(q, k, v, **options)
+    launches.planned.clear()
+    sides[0] = 2
+    paged.flash_attn_with_kvcache(q, k, v, **options)
+    assert launches.planned[0].sides == (2, 0)
+
+
 @pytest.mark.parametrize(
     ("at", "said"),
     [(0, "device 9"), (1, "requests 9"), (2, "queries 9"), (3, "heads 9"), (4, "key heads 9"), (5, "left 9")],
@@ -367,6 +434,19 @@ def test_what_changed_in_place_is_another_kind(launches):
     k.as_strided_(k.shape, (k.stride(0), k.stride(2) * k.shape[2], k.stride(2) // 2, 1))
     with pytest.raises(ValueError, match="overlap"):
         paged.flash_attn_with_kvcache(q, k, v, **options)
+
+
+@pytest.mark.parametrize("name", ["v", "k_scale", "v_scale"])
+def test_strides_of_each_tensor_are_of_a_calls_kind(name):
+    """A plan that takes k's for v's would serve a call where they differ, and read beside the tensor."""
+    _, tensors, options = arguments(Problem.parse(LABELS[1]))
+    scales = options["k_descale"], options["v_descale"]
+    given = (*tensors, options["cache_seqlens"], options["page_table"], *scales, None, None, 0.0, True, (-1, -1), False)
+    call_ = paged.understood(*given)
+    tensor_ = getattr(call_, name)
+    other = call_._replace(**{name: tensor_[:1].expand(tensor_.shape)})
+    assert call_.kind == call_._replace(**{name: tensor_.clone(memory_format=torch.preserve_format)}).kind
+    assert call_.kind != other.kind
 
 
 @pytest.mark.parametrize(("ratio", "installed", "serves"), [(0.9, True, False), (0.9, False, True), (0.98, True, True)])

@@ -15,10 +15,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -136,15 +136,16 @@ def as_heads_first(drawn: Drawn, tensor: Any) -> Any:
 class Wrong:
     """A call that is not right, and how it is made again."""
 
-    drawn: Drawn
+    drawn: Any
     seed: int
     number: int
     what: str
     served: str
     again: str = ""
+    script: str = "net.py"
 
     def __str__(self) -> str:
-        script = "python tests/support/net.py"
+        script = f"python tests/support/{self.script}"
         return (
             f"call {self.number} of seed {self.seed}: {self.what}\n  {self.drawn}\n  served: {self.served}\n"
             f"  once more, at once: {self.again}\n  alone: {script} --seed {self.seed} --only {self.number}\n"
@@ -170,26 +171,46 @@ def wrong_rows(got: Any, want: Any, most: Any, rows: Any = None) -> str:
 class Net:
     """A sequence of calls. call: makes one of them; choose: its operator, ahead of it.
 
-    by: how many calls were served by what, so far; left_out: because of what fault.
+    by: how many calls were served by what, so far; left_out: because of what fault. Other calls
+    than those of the dense operator have their own `drawn`, `made`, `counted`, `explained` and
+    `compared`, and `script`, which makes them.
     """
 
-    limits: Limits
+    limits: Any
     device: str
     seed: int
     call: Callable[..., Any] = invoke
-    choose: Callable[[Drawn], None] = lambda drawn: None
+    choose: Callable[[Any], None] = lambda drawn: None
     kept: dict[Any, Any] = field(default_factory=dict)
     by: Counter[str] = field(default_factory=Counter)
     left_out: Counter[str] = field(default_factory=Counter)
+    script: ClassVar[str] = "net.py"
+    open: ClassVar[dict[str, Open]] = OPEN
+
+    def drawn(self, number: int) -> Any:
+        """The call of a number, without its tensors."""
+        return draw(self.limits, self.seed, number)
+
+    def made(self, drawn: Any) -> Any:
+        """Its tensors."""
+        return make(drawn, self.device, self.kept)
+
+    def counted(self) -> Counter[str]:
+        """Calls so far, by what served them."""
+        return Counter(attnsweep.attention_counters())
+
+    def explained(self, made: Any) -> str:
+        """Who would serve a call, and why."""
+        return _explained(made)
 
     def one(self, number: int) -> Wrong | None:
         """Make the call of a number, and say whether it is wrong."""
-        drawn = draw(self.limits, self.seed, number)
+        drawn = self.drawn(number)
         if len(self.kept) > 60:  # of gigabytes, on a card
             self.kept.clear()
-        made = make(drawn, self.device, self.kept)
+        made = self.made(drawn)
         self.choose(drawn)  # who serves it
-        for name, has in OPEN.items():
+        for name, has in self.open.items():
             if has(drawn, made):
                 self.left_out[name] += 1
                 return None
@@ -197,14 +218,14 @@ class Net:
         if not what:
             return None
         again, _ = self.checked(made)
-        return Wrong(drawn, self.seed, number, what, served, again or "right")
+        return Wrong(drawn, self.seed, number, what, served, again or "right", self.script)
 
     def checked(self, made: Made) -> tuple[str, str]:
         """What is wrong with a call, and who served it."""
         self.choose(made.drawn)
-        before = Counter(attnsweep.attention_counters())
+        before = self.counted()
         try:
-            what = self._compared(made)
+            what = self.compared(made)
         except torch.OutOfMemoryError:  # float64 takes more than any call
             self.kept.clear()
             torch.cuda.empty_cache()
@@ -214,12 +235,13 @@ class Net:
             what = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             if "CUDA error" in str(error):  # nothing works in this process any more
                 raise SystemExit(f"{what}\n  {made.drawn}") from error
-        served = Counter(attnsweep.attention_counters()) - before
+        served = self.counted() - before
         self.by.update(served)
         by = ", ".join(sorted(served)) or "nobody counted it"
-        return what, f"{by}; {_explained(made)}" if what else by
+        return what, f"{by}; {self.explained(made)}" if what else by
 
-    def _compared(self, made: Made) -> str:
+    def compared(self, made: Any) -> str:
+        """What is wrong with a call's answer, or nothing."""
         drawn = made.drawn
         given = (made.q, made.k, made.v)
         if drawn.direction is None:
@@ -298,21 +320,27 @@ def finds(plant: Callable[[], Any], sound: Net, seconds: float) -> Wrong | None:
     return None
 
 
-def main() -> int:
+@contextmanager
+def of_operator(asked: Any) -> Iterator[Net]:
+    """The net of the dense operator."""
+    with guarded_and_not() as choose:
+        yield Net(CARD if asked.device == "cuda" else STAND_IN, asked.device, asked.seed, choose=choose)
+
+
+def main(of: Callable[[Any], AbstractContextManager[Net]], about: str) -> int:
     """Make calls until the time is over; 1 if any was wrong."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--calls", type=int, help="so many calls of the sequence, however long they take")
     parser.add_argument("--only", type=int, help="the call of this number alone")
     parser.add_argument("--most", type=int, default=20, help="wrong calls after which it ends")
-    parser.add_argument("--device", default="cuda", help="cpu: small calls, which PyTorch serves")
+    parser.add_argument("--device", default="cuda", help="cpu: small calls, without kernels of a GPU")
     parser.add_argument("--trace", action="store_true", help="say each call ahead of it, should the process die")
     asked = parser.parse_args()
     faulthandler.enable()  # says where a process dies
-    with guarded_and_not() as choose:
-        limits = CARD if asked.device == "cuda" else STAND_IN
-        return _report(Net(limits, asked.device, asked.seed, choose=choose), asked)
+    with of(asked) as net:
+        return _report(net, asked)
 
 
 def _report(net: Net, asked: Any) -> int:
@@ -337,9 +365,9 @@ def _report(net: Net, asked: Any) -> int:
 
 def _traced(numbers: Any, net: Net) -> Iterator[int]:
     for number in numbers:
-        print(number, draw(net.limits, net.seed, number), file=sys.stderr, flush=True)
+        print(number, net.drawn(number), file=sys.stderr, flush=True)
         yield number
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(of_operator, str(__doc__)))

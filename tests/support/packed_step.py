@@ -1,8 +1,8 @@
 """A step of an engine on a paged cache, and what is right for it in float64."""
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -76,26 +76,51 @@ class Step:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The output and log-sum-exps in float64."""
         outs, sums = [], []
-        for request, (n, length) in enumerate(zip(self.tokens, self.keys, strict=True)):
+        for request in range(len(self.tokens)):
             k, v = self.keys_of(request)
             q = self.q[self.begins[request] : self.begins[request + 1]].double().transpose(0, 1)
-            scores = q @ k.mT / math.sqrt(q.shape[-1])
-            scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-            own = length - n + torch.arange(n, device=self.device)[:, None]
-            key = torch.arange(length, device=self.device)
-            seen = torch.ones(n, length, dtype=torch.bool, device=self.device)
-            seen &= key <= own if causal else seen
-            seen &= key >= own - window[0] if window[0] >= 0 else seen
-            seen &= key <= own + window[1] if window[1] >= 0 else seen
-            scores = scores.masked_fill(~seen, -math.inf)
-            extra = scores.new_empty(*scores.shape[:2], 0)
-            if sinks is not None:
-                extra = sinks.double()[:, None, None].expand(-1, n, 1)
-            lse = torch.logsumexp(torch.cat([scores, extra], -1), -1)
-            weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
-            outs.append((weights @ v).transpose(0, 1))
-            sums.append(lse)
+            own = attended(q, k, v, q.shape[-1] ** -0.5, causal, window, softcap, sinks)
+            outs.append(own.out.transpose(0, 1))
+            sums.append(own.lse)
         return torch.cat(outs), torch.cat(sums, 1)
+
+
+class Attended(NamedTuple):
+    """What is right for a request. unit: sizes of what each row is summed from, which may cancel."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    unit: torch.Tensor
+
+
+def attended(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    causal: bool,
+    window: Sequence[int],
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> Attended:
+    """Attention of a request's last queries with its keys, (heads, rows, columns), in float64."""
+    n, length = q.shape[1], k.shape[1]
+    scores = q @ k.mT * scale
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    own = length - n + torch.arange(n, device=q.device)[:, None]
+    key = torch.arange(length, device=q.device)
+    seen = torch.ones(n, length, dtype=torch.bool, device=q.device)
+    seen &= key <= own if causal else seen
+    seen &= key >= own - window[0] if window[0] >= 0 else seen
+    seen &= key <= own + window[1] if window[1] >= 0 else seen
+    scores = scores.masked_fill(~seen, -math.inf)
+    extra = scores.new_empty(*scores.shape[:2], 0)
+    if sinks is not None:
+        extra = sinks.double()[:, None, None].expand(-1, n, 1)
+    lse = torch.logsumexp(torch.cat([scores, extra], -1), -1)
+    weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
+    squares = weights**2 @ v.pow(2).sum(-1, keepdim=True)
+    return Attended(weights @ v, lse, squares.sqrt())
 
 
 def check(out: torch.Tensor, right: torch.Tensor) -> None:
