@@ -393,8 +393,6 @@ def winner_lines(section: Section) -> list[str]:
     said = [first, *_timed_alone(row), *figures[1:]]
     if row["light"] is not None:
         said.append(light_text(row).replace(" % ", f"{GLUE}% "))
-    if (share := section.share_of_read) is not None:
-        said.append(f"{100 * share:.0f}{GLUE}% of a plain read of K and V")
     best = section.best_baseline
     if best is None or row["ratio_of"] is None:
         said.append("no baseline was timed with it")
@@ -503,7 +501,10 @@ def baseline_lines(section: Section) -> list[str]:
             continue
         why = below_ranking(row.facts)
         said = [f"neither ranked nor taken as base: {why}"] if why is not None else []
-        if row["over_limit"] and row["provider"] != PLAIN_READ:
+        if row is section.plain_read and (share := section.share_of_read) is not None:
+            best_has = f"{100 * share:.0f}{GLUE}% of a plain read of K and V"
+            said.append(f"the best of ours has {best_has}")
+        elif row["over_limit"] and row["provider"] != PLAIN_READ:
             said.append(f"error {row['rel_err']:.1e}, over the limit {row['limit']:.1e}")
         if said:
             lines.append(f"{who(row)}: {'; '.join(said)}")
