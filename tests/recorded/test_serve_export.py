@@ -220,6 +220,16 @@ def test_a_baseline_that_the_spec_names_and_no_row_has_leaves_all_out(tmp_path):
         export(tmp_path, [without])
 
 
+def test_a_winner_needs_no_time_of_pytorchs_maths_where_pytorch_has_something_before_it(tmp_path):
+    """It needed 16 GiB for keys of each query head, and had no time (results/h200/wide_heads_decode)."""
+    run = store_run.open_run(RESULTS / "h200/wide_heads_decode")
+    (label,) = {t.problem.label for t in run.trials if (t.kernel, t.status) == ("torch_math", Status.LAUNCH_ERROR)}
+    assert not export(tmp_path / "a", [run.directory]).left_out
+    rows = [t for t in run.trials if t.kernel != "torch_efficient"]
+    done = export(tmp_path / "b", [changed(run, tmp_path / "run", rows)])
+    assert [said for said in done.left_out if said.startswith(label)]
+
+
 # ---- packed heads ----
 DECODE = RESULTS / "h100-80gb-hbm3/decode"
 
