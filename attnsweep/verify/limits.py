@@ -158,11 +158,12 @@ def _few_heads(case: Case) -> Case:
     of many queries: keys were drawn 64 times for one query.
     """
     problem, group = case.problem, 1
-    if isinstance(problem.layout, Paged) or _is_decoding(problem):
+    if isinstance(problem.layout, Paged) or _is_decoding(case):
         mask = problem.mask if problem.mask.kind == "window" else FULL
         most = _MOST_KEYS if case.inputs == "normal" else _MOST_HARD_KEYS
         keys = min(problem.seqlen_k, most)
-        rows = 2 * TILE if isinstance(problem.layout, Paged) else TILE // 2
+        paged = isinstance(problem.layout, Paged)
+        rows = 2 * TILE if paged else max(problem.seqlen_q, TILE // 2)
         problem = replace(problem, batch=1, seqlen_q=rows, seqlen_k=keys, layout=DENSE, mask=mask)
     batch = min(problem.batch, 4) if problem.items_differ else 1
     if problem.seqlen_q < TILE and not (problem.items_differ or problem.format.cut_sums):
@@ -172,15 +173,20 @@ def _few_heads(case: Case) -> Case:
     return replace(case, problem=few)
 
 
-def _is_decoding(problem: Problem) -> bool:
+def _is_decoding(case: Case) -> bool:
     """Whether a dense problem has one query, or few that see many keys, nearly all alike.
 
     For (8,8/4,1x4096,512) in bf16 keys were drawn 32 times, and 256 times for its case of one key:
     before a candidate was tried, that took 56 s on a card's host.
     """
+    problem, kind = case.problem, case.problem.mask.kind
+    # Few queries of a causal problem see the keys that far_below has not shifted, which have the
+    # weight then; of hard inputs, what a window shows depends on where it lies.
+    alike = kind == "full" or (kind == "causal" and case.inputs != "far_below")
+    if case.inputs == "normal":
+        alike = alike or (kind == "window" and not problem.mask.interval.top_left)
     many = problem.seqlen_q < TILE and problem.seqlen_k >= 8 * TILE
-    ends = problem.mask.kind in ("full", "causal", "window") and not problem.mask.interval.top_left
-    alike = ends and problem.layout == DENSE and not problem.items_differ
+    alike = alike and problem.layout == DENSE and not problem.items_differ
     return alike and not problem.format.cut_sums and (many or problem.seqlen_q == 1)
 
 
