@@ -159,7 +159,9 @@ def _few_heads(case: Case) -> Case:
     """
     problem, group = case.problem, 1
     if isinstance(problem.layout, Paged) or _is_decoding(case):
-        mask = problem.mask if problem.mask.kind == "window" else FULL
+        # What requests of a paged cache see of far_below depends on the mask, as do its limits.
+        own = problem.mask.kind == "window" or case.inputs == "far_below"
+        mask = problem.mask if own else FULL
         most = _MOST_KEYS if case.inputs == "normal" else _MOST_HARD_KEYS
         keys = min(problem.seqlen_k, most)
         paged = isinstance(problem.layout, Paged)

@@ -13,9 +13,7 @@ from threadpoolctl import threadpool_info
 
 from attnsweep.core import cases, threads
 from attnsweep.core.cases import Case
-from attnsweep.core.masks import CAUSAL, Interval
 from attnsweep.core.problem import Problem
-from attnsweep.core.scores import Scores
 from attnsweep.verify import encoding, fp8, measures, reference
 from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify import limits as verify_limits
@@ -271,17 +269,24 @@ def test_limits_of_a_query_beside_many_keys_admit_others_and_draw_keys_once(dtyp
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys", "mask", "softcap"),
-    [(1, 200, CAUSAL, 0), (1, 200, CAUSAL, 20), (5, 512, CAUSAL, 0), (5, 512, CAUSAL, 20), (2, 600, Interval(4, 0), 0)],
+    ("problem", "rounds_scores"),
+    [
+        ("(1,2/1,1x200,64) bf16 causal", 2),
+        ("(1,2/1,1x200,64) bf16 causal softcap(20)", 2),
+        ("(1,2/1,5x512,64) bf16 causal", 2),
+        ("(1,2/1,5x512,64) bf16 causal softcap(20)", 2),
+        ("(1,2/1,2x600,64) bf16 window(4,0)", 2),
+        ("(2,1,17x255,64) bf16 causal paged(16,1x255+1x17) softcap(20)", 0),
+    ],
 )
-def test_limits_of_few_queries_that_see_few_keys_admit_them_and_refuse_zeros(queries, keys, mask, softcap):
+def test_limits_of_few_queries_that_see_few_keys_admit_them_and_refuse_zeros(problem, rounds_scores):
     """By limits of rows that see other keys, right ones failed with a softcap, and zeros passed without."""
-    case = Case(Problem(1, 2, 1, queries, keys, 64, "bf16", mask, scores=Scores(softcap)), "far_below")
-    limits, ways = verify_limits.limits(case, 2), [verify_rounded.EXACT, verify_rounded.ForwardMaths(True, 2)]
+    case, maths = Case(Problem.parse(problem), "far_below"), verify_rounded.ForwardMaths(True, rounds_scores)
+    limits, rows = verify_limits.limits(case, rounds_scores), np.arange(case.problem.seqlen_q)
     assert limits.row < 0.2
     for seed in range(12):
         drawn = verify_inputs.make_inputs(case, seed)
-        exact, out = verify_rounded.references(drawn, case.problem, np.arange(queries), ways)
+        exact, out = verify_rounded.references(drawn, case.problem, rows, [verify_rounded.EXACT, maths])
         shares = measures.measures(out, exact, "bf16").shares(limits)
         assert max(shares.values()) < 0.95, (seed, shares)
 
