@@ -51,6 +51,14 @@ def test_nan_survives_storage(dtype):
     assert ((stored & magnitude) > encoding.INFINITY_BITS[dtype]).all()
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "e4m3"])
+def test_large_arrays_are_rounded_as_small_ones_are_and_warn_as_little(dtype):
+    values = np.random.default_rng(0).integers(0, 2**32, (3, 2**17), np.uint32).view(np.float32)
+    with np.errstate(all="ignore"):
+        whole = encoding.to_bits(values, dtype)
+        assert (whole == [encoding.to_bits(row, dtype) for row in values]).all()
+
+
 def test_nan_never_is_within_a_limit():
     expected = np.ones((1, 1, 4, 8))
     out = expected.copy()
