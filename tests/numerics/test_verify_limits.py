@@ -90,6 +90,21 @@ def test_fp32_limit_admits_sums_in_another_order_and_refuses_tf32(inputs):
     assert not measures.row_error(verify_rounded.reference(tf32, case.problem, rows), exact) <= limit
 
 
+@pytest.mark.parametrize("inputs", ["normal", "sink", "wide"])
+def test_fp32_limit_admits_a_sum_of_many_keys_one_by_one(inputs):
+    case, rows = Case(Problem(1, 1, 1, 1, 2**15, 64, "fp32"), inputs), np.arange(1)
+    limit = verify_limits.limits(case, 0)
+    for seed in range(3):
+        made = verify_inputs.make_inputs(case, seed)
+        q, k, v = (values_of(made, case.problem, name, 0, 0) for name in "qkv")
+        scores = (k @ q[0]) * np.float32(case.problem.scale)
+        p = np.exp(scores - scores.max())[:, None]
+        sums = np.add.accumulate(np.hstack([p * v, p]), axis=0, dtype=np.float32)[-1]
+        exact = verify_rounded.reference(made, case.problem, rows)
+        out = (sums[:-1] / sums[-1])[None, None, None]
+        assert max(measures.measures(out, exact, "fp32").shares(limit).values()) < 0.95
+
+
 @pytest.mark.nightly(push=1)
 @pytest.mark.parametrize(
     ("dtype", "rounds_scores", "causal"),
@@ -343,7 +358,7 @@ def test_a_row_that_hangs_on_one_weight_may_be_off_by_what_rounding_it_costs(dty
     exact, out = (w @ values / weights.sum() for w in (weights, rounded))
     row = measures.measures(out[None, None], exact[None, None], dtype)
     assert row.row_gain > 0.9 * half
-    assert row.row_gain < limits.row_gain < 1.05 * half
+    assert row.row_gain < limits.row_gain < 1.5 * half
     assert row.row < limits.row
 
 
