@@ -16,7 +16,6 @@ import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -56,18 +55,22 @@ def source_of(name: str) -> bytes | None:
     """
     importlib.invalidate_caches()
     file, _, _ = Asked.of(name).call.rpartition(":")
-    with suppress(ImportError, StopIteration, ValueError, OSError), _from_here():
+    with suppress(ImportError, LookupError, ValueError, OSError), _from_here():
         if not file.endswith(".py"):
             first, *rest = file.split(".")
-            spec: Any = next(filter(None, (each.find_spec(first, None) for each in sys.meta_path)))
+            spec = _spec_of(first, None)
             if rest:
-                inside = [
-                    os.path.join(at, *rest[:-1]) for at in spec.submodule_search_locations or ()
-                ]
-                spec = PathFinder.find_spec(rest[-1], inside)
+                places = getattr(spec, "submodule_search_locations", None) or ()
+                spec = _spec_of(file, [os.path.join(at, *rest[:-1]) for at in places])
             file = getattr(spec, "origin", None) or ""
         return Path(file).read_bytes()
     return None
+
+
+def _spec_of(module: str, places: Sequence[str] | None) -> Any:
+    """Where a module is by the first finder that knows; some, of packages long ago, find none."""
+    finders = [each for each in sys.meta_path if hasattr(each, "find_spec")]
+    return next(filter(None, (each.find_spec(module, places) for each in finders)), None)
 
 
 def imported(name: str) -> tuple[Any, Callable[..., Any]]:

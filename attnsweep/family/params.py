@@ -106,7 +106,7 @@ def values_in(text: str, where: str | None = None) -> dict[str, str]:
     values = {}
     for part in text.split():
         name, equals, value = part.partition("=")
-        if not equals or not value:
+        if not (name and equals and value):
             what, hint = f"not a parameter's value: {part!r}", "write NAME=VALUE, like BLOCK_M=64"
             raise KernelError(what, where=where, hint=hint)
         values[name] = value
@@ -116,7 +116,7 @@ def values_in(text: str, where: str | None = None) -> dict[str, str]:
 def value_of(text: str) -> Value:
     """The value that a text says where nothing declares it: null, true, a number or the text."""
     known: dict[str, Value] = {"null": None, "true": True, "false": False}
-    return known.get(text, int(text) if text.lstrip("-").isdigit() else text)
+    return known.get(text, int(text) if text.removeprefix("-").isdecimal() else text)
 
 
 def config_in(text: str, where: str | None = None) -> Config:

@@ -68,8 +68,7 @@ class Known(NamedTuple):
     table: torch.Tensor | None
     of_lse: tuple[int, ...] | None
     empty: Callable[[], torch.Tensor]  # an output
-    q_bytes: int
-    out_bytes: int
+    extents: tuple[int, int, int, int]  # bytes of q, of both caches, and of an output
 
 
 known_calls: KnownCalls[Known] = KnownCalls()
@@ -278,8 +277,9 @@ def remember(
     if own is not None and call.q.is_cuda and is_capturing():
         return  # the table has no values before the graph is replayed
     sums = call.of_lse if call.lse else None
-    bytes_ = extent(call.q), call.q.numel() * call.q.element_size()
-    known = Known(plan, index, own, sums, _maker(given[0]), *bytes_)
+    of_out = call.q.numel() * call.q.element_size()
+    extents = extent(call.q), extent(call.k), extent(call.v), of_out
+    known = Known(plan, index, own, sums, _maker(given[0]), extents)
     known_calls.add(*_kind(numbers, given, metadata, begins), known)
 
 
@@ -309,7 +309,7 @@ def again(
     known = known_calls.find(*_kind(numbers, given, metadata, begins))
     if known is None:
         return None
-    plan, index, own_table, of_lse, empty, q_bytes, out_bytes = known
+    plan, index, own_table, of_lse, empty, extents = known
     if current_device() != index:
         return None
     q, k, v, table, lengths, k_scale, v_scale, sinks, out = given
@@ -317,8 +317,14 @@ def again(
     if out is None:
         out = empty()
         at_out = out.data_ptr()
-    elif -out_bytes < (at_out := out.data_ptr()) - at_q < q_bytes:
-        return None  # check_output looks closer
+    else:
+        at_out, (of_q, of_k, of_v, of_out) = out.data_ptr(), extents
+        if (
+            -of_out < at_out - at_q < of_q
+            or -of_out < at_out - at_k < of_k
+            or -of_out < at_out - at_v < of_v
+        ):
+            return None  # check_output looks closer
     if (at_q | at_k | at_v | at_out) & 15:
         return None
     log_sums = None if of_lse is None else q.new_empty(of_lse, dtype=torch.float32)

@@ -84,8 +84,11 @@ def to_bits(values: npt.NDArray[Any], dtype: str) -> Bits:
     flat = single.reshape(-1)
     made = np.empty(flat.size, _rounded(flat[:1], dtype).dtype)
 
+    errors = np.geterr()  # NumPy keeps them for each thread
+
     def one(begin: int) -> None:
-        made[begin : begin + _PART] = _rounded(flat[begin : begin + _PART], dtype)
+        with np.errstate(**errors):
+            made[begin : begin + _PART] = _rounded(flat[begin : begin + _PART], dtype)
 
     parallel(one, range(0, flat.size, _PART))
     return made.reshape(single.shape)

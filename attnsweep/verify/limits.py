@@ -33,7 +33,8 @@ from attnsweep.verify.rounded import EXACT, ForwardMaths, log_sum_exp, reference
 
 # No limit of a row is below the error of rounding the output alone: half an ulp of 1. For fp32 it
 # is that of sums of up to 2048 products in any order, and grows with the root of head_dim beyond:
-# PyTorch's paths err by 1e-7 to 3e-6 at 2048, by 7e-6 at 8192, one TF32 product by 3e-4.
+# PyTorch's paths err by 1e-7 to 3e-6 at 2048, by 7e-6 at 8192, one TF32 product by 3e-4. So it does
+# beyond 8192 keys: key by key, rows of 32,768 err by 7e-6, of 131,072 by 1.5e-5.
 HALF_ULP = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 5e-6}
 # The largest factor that all outputs may be wrong by. Rounding is unbiased: of 1,068 right
 # candidates on an H100 none used more than 51 % of it (benchmarks/refusals.py).
@@ -87,7 +88,8 @@ def limits(case: Case, rounds_scores: int, same: Measures | None = None) -> Meas
     times = more_near_zero(times, problem.value_dim)
     if dtype == "fp32":
         # Sums of more terms, in any order: NumPy adds in blocks, a kernel may add one by one.
-        half *= max(1.0, math.sqrt(problem.head_dim / 2048))
+        longest = max(1.0, problem.head_dim / 2048, problem.seqlen_k / 8192)
+        half *= math.sqrt(longest)
         times = replace(times, row=2 * times.row, element=2 * times.element, rms=2 * times.rms)
     row = max(times.row * same.row, half)
     element = max(times.element * same.element, 4 * half if dtype == "fp32" else half)
@@ -158,11 +160,14 @@ def _few_heads(case: Case) -> Case:
     of many queries: keys were drawn 64 times for one query.
     """
     problem, group = case.problem, 1
-    if isinstance(problem.layout, Paged) or _is_decoding(problem):
-        mask = problem.mask if problem.mask.kind == "window" else FULL
+    if isinstance(problem.layout, Paged) or _is_decoding(case):
+        # What requests of a paged cache see of far_below depends on the mask, as do its limits.
+        own = problem.mask.kind == "window" or case.inputs == "far_below"
+        mask = problem.mask if own else FULL
         most = _MOST_KEYS if case.inputs == "normal" else _MOST_HARD_KEYS
         keys = min(problem.seqlen_k, most)
-        rows = 2 * TILE if isinstance(problem.layout, Paged) else TILE // 2
+        paged = isinstance(problem.layout, Paged)
+        rows = 2 * TILE if paged else max(problem.seqlen_q, TILE // 2)
         problem = replace(problem, batch=1, seqlen_q=rows, seqlen_k=keys, layout=DENSE, mask=mask)
     batch = min(problem.batch, 4) if problem.items_differ else 1
     if problem.seqlen_q < TILE and not (problem.items_differ or problem.format.cut_sums):
@@ -172,15 +177,20 @@ def _few_heads(case: Case) -> Case:
     return replace(case, problem=few)
 
 
-def _is_decoding(problem: Problem) -> bool:
+def _is_decoding(case: Case) -> bool:
     """Whether a dense problem has one query, or few that see many keys, nearly all alike.
 
     For (8,8/4,1x4096,512) in bf16 keys were drawn 32 times, and 256 times for its case of one key:
     before a candidate was tried, that took 56 s on a card's host.
     """
+    problem, kind = case.problem, case.problem.mask.kind
+    # Few queries of a causal problem see the keys that far_below has not shifted, which have the
+    # weight then; of hard inputs, what a window shows depends on where it lies.
+    alike = kind == "full" or (kind == "causal" and case.inputs != "far_below")
+    if case.inputs == "normal":
+        alike = alike or (kind == "window" and not problem.mask.interval.top_left)
     many = problem.seqlen_q < TILE and problem.seqlen_k >= 8 * TILE
-    ends = problem.mask.kind in ("full", "causal", "window") and not problem.mask.interval.top_left
-    alike = ends and problem.layout == DENSE and not problem.items_differ
+    alike = alike and problem.layout == DENSE and not problem.items_differ
     return alike and not problem.format.cut_sums and (many or problem.seqlen_q == 1)
 
 

@@ -127,9 +127,10 @@ def test_options_of_the_other_ways_are_refused(compared):
     assert (done.returncode, "--causal" in done.stderr) == (2, True)
 
 
-def test_a_config_without_a_value_is_refused_with_its_option(compared):
-    done, _ = compared("--old", "tuned.py:plain", "--new", "tuned.py:plain", *ASKED[:3], "--config", "BLOCK")
-    said = "--config: not a parameter's value: 'BLOCK'"
+@pytest.mark.parametrize("config", ["BLOCK", "BLOCK=", "=64"])
+def test_a_config_without_a_name_or_a_value_is_refused_with_its_option(compared, config):
+    done, _ = compared("--old", "tuned.py:plain", "--new", "tuned.py:plain", *ASKED[:3], "--config", config)
+    said = f"--config: not a parameter's value: {config!r}"
     assert (done.returncode, said in done.stderr, "NAME=VALUE" in done.stderr) == (2, True, True)
 
 

@@ -51,6 +51,14 @@ def test_nan_survives_storage(dtype):
     assert ((stored & magnitude) > encoding.INFINITY_BITS[dtype]).all()
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "e4m3"])
+def test_large_arrays_are_rounded_as_small_ones_are_and_warn_as_little(dtype):
+    values = np.random.default_rng(0).integers(0, 2**32, (3, 2**17), np.uint32).view(np.float32)
+    with np.errstate(all="ignore"):
+        whole = encoding.to_bits(values, dtype)
+        assert (whole == [encoding.to_bits(row, dtype) for row in values]).all()
+
+
 def test_nan_never_is_within_a_limit():
     expected = np.ones((1, 1, 4, 8))
     out = expected.copy()
@@ -80,6 +88,21 @@ def test_fp32_limit_admits_sums_in_another_order_and_refuses_tf32(inputs):
     assert measures.row_error(reordered, exact) <= limit
     tf32 = {name: bits & np.uint32(0xFFFFE000) for name, bits in made.items()}
     assert not measures.row_error(verify_rounded.reference(tf32, case.problem, rows), exact) <= limit
+
+
+@pytest.mark.parametrize("inputs", ["normal", "sink", "wide"])
+def test_fp32_limit_admits_a_sum_of_many_keys_one_by_one(inputs):
+    case, rows = Case(Problem(1, 1, 1, 1, 2**15, 64, "fp32"), inputs), np.arange(1)
+    limit = verify_limits.limits(case, 0)
+    for seed in range(3):
+        made = verify_inputs.make_inputs(case, seed)
+        q, k, v = (values_of(made, case.problem, name, 0, 0) for name in "qkv")
+        scores = (k @ q[0]) * np.float32(case.problem.scale)
+        p = np.exp(scores - scores.max())[:, None]
+        sums = np.add.accumulate(np.hstack([p * v, p]), axis=0, dtype=np.float32)[-1]
+        exact = verify_rounded.reference(made, case.problem, rows)
+        out = (sums[:-1] / sums[-1])[None, None, None]
+        assert max(measures.measures(out, exact, "fp32").shares(limit).values()) < 0.95
 
 
 @pytest.mark.nightly(push=1)
@@ -268,6 +291,29 @@ def test_limits_of_a_query_beside_many_keys_admit_others_and_draw_keys_once(dtyp
         assert max(shares.values()) < 0.95, (seed, shares)
 
 
+@pytest.mark.parametrize(
+    ("problem", "rounds_scores"),
+    [
+        ("(1,2/1,1x200,64) bf16 causal", 2),
+        ("(1,2/1,1x200,64) bf16 causal softcap(20)", 2),
+        ("(1,2/1,5x512,64) bf16 causal", 2),
+        ("(1,2/1,5x512,64) bf16 causal softcap(20)", 2),
+        ("(1,2/1,2x600,64) bf16 window(4,0)", 2),
+        ("(2,1,17x255,64) bf16 causal paged(16,1x255+1x17) softcap(20)", 0),
+    ],
+)
+def test_limits_of_few_queries_that_see_few_keys_admit_them_and_refuse_zeros(problem, rounds_scores):
+    """By limits of rows that see other keys, right ones failed with a softcap, and zeros passed without."""
+    case, maths = Case(Problem.parse(problem), "far_below"), verify_rounded.ForwardMaths(True, rounds_scores)
+    limits, rows = verify_limits.limits(case, rounds_scores), np.arange(case.problem.seqlen_q)
+    assert limits.row < 0.2
+    for seed in range(12):
+        drawn = verify_inputs.make_inputs(case, seed)
+        exact, out = verify_rounded.references(drawn, case.problem, rows, [verify_rounded.EXACT, maths])
+        shares = measures.measures(out, exact, "bf16").shares(limits)
+        assert max(shares.values()) < 0.95, (seed, shares)
+
+
 @pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("inputs", ["far_below", "far_above", "large_scores"])
@@ -312,7 +358,7 @@ def test_a_row_that_hangs_on_one_weight_may_be_off_by_what_rounding_it_costs(dty
     exact, out = (w @ values / weights.sum() for w in (weights, rounded))
     row = measures.measures(out[None, None], exact[None, None], dtype)
     assert row.row_gain > 0.9 * half
-    assert row.row_gain < limits.row_gain < 1.05 * half
+    assert row.row_gain < limits.row_gain < 1.5 * half
     assert row.row < limits.row
 
 

@@ -323,6 +323,31 @@ def test_an_output_over_q_is_refused_also_where_the_call_is_known(launches):
         assert len(launches.issued) == 1 - refused
 
 
+@pytest.mark.parametrize(("name", "place"), [("k_cache", 1), ("v_cache", 2)])
+def test_an_output_over_a_cache_is_refused_also_where_the_call_is_known(launches, name, place):
+    given, options = call()
+    out = torch.empty_like(given[0], memory_format=torch.contiguous_format)
+    paged.flash_attn_with_kvcache(*given, out=out, **options)
+    launches.issued.clear()
+    over = given[place].as_strided((out.numel(),), (1,)).view(out.shape)
+    with pytest.raises(ValueError, match=f"out and {name} share memory"):
+        paged.flash_attn_with_kvcache(*given, out=over, **options)
+    assert not launches.issued
+    paged.flash_attn_with_kvcache(*given, out=out, **options)
+    assert launches.issued
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_nested_tensor_in_a_known_call_is_an_error_and_not_the_processs_end(launches, place):
+    given, options = call()
+    paged.flash_attn_with_kvcache(*given, **options)
+    given = [*given]
+    given[place] = torch.nested.nested_tensor([*given[place]])
+    with pytest.raises(RuntimeError, match="strides"):
+        paged.flash_attn_with_kvcache(*given, **options)
+
+
 def test_a_list_of_a_windows_sides_may_change_between_calls(launches):
     (q, k, v), options = call()
     options["window_size"] = sides = [5, 0]

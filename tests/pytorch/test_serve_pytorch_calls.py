@@ -243,6 +243,16 @@ def test_steps_are_watched_until_their_gradients_were_alike_so_often():
     assert other.left > sys.maxsize // 2, "watched for ever"
 
 
+def test_gradients_of_two_backends_are_copied_each_as_its_own_needs():
+    steps, (q, *_), seen = Steps(), leaves(*tensors()), []
+    outs = q * 1, q + 1
+    for number, out in enumerate(outs):
+        steps.watch(out, lambda _, number=number: seen.append(number))
+    for out in outs:
+        out.backward(torch.ones_like(out))
+    assert seen == [0, 1]
+
+
 @pytest.fixture
 def places(monkeypatch):
     """An enabled package that serves tensors on the CPU, and has met no place yet."""
@@ -302,6 +312,34 @@ def test_steps_that_call_the_package_settle_by_their_place_too(monkeypatch, plac
         given[:] = other
         [*steps(1)]
     assert len(asked) == settled + 3, "other rows, and another length"
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_place_that_gets_a_nested_tensor_ends_in_pytorchs_error(monkeypatch, places, which, direct):
+    """It ended the process: a nested tensor has no strides to compare."""
+    monkeypatch.setattr(places._operator, "_on_cuda", False)
+    monkeypatch.setattr(places._operator, "short_work", 1e9)
+    given, call = leaves(*tensors(seqlen=48)), attnsweep.attention if direct else F.scaled_dot_product_attention
+    nested = [*given]
+    nested[which] = torch.nested.nested_tensor([*given[which].detach()], requires_grad=True)
+
+    def step(tensors):
+        out = call(*tensors)
+        out.backward(torch.ones_like(out))
+
+    for _ in range(Steps.WATCHED + 2):
+        step(given)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Expected both to be nested"):
+            step(nested)
+
+
+def test_a_call_that_no_frame_makes_has_no_place(monkeypatch, places):
+    """As where C calls in a thread of its own."""
+    monkeypatch.setattr(places, "_frame", lambda _: sys._getframe(10**6))
+    given = leaves(*tensors(seqlen=48))
+    assert close(F.scaled_dot_product_attention(*given), exact(*given))
 
 
 def off_16_bytes():

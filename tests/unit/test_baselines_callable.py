@@ -3,6 +3,7 @@
 import os
 import sys
 from dataclasses import replace
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
@@ -130,6 +131,18 @@ def test_a_digest_runs_no_code_not_even_of_a_package(mine, tmp_path):
     assert len(digests - {None}) == 1
     assert source_digest("runs_code.nowhere:f") is source_digest("mine_attn.runs_code:f") is None
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_digest_asks_finders_for_a_modules_whole_name_if_they_can_be_asked(mine, monkeypatch):
+    """As those of an editable install of a part of a namespace; and of Python 2 there are some."""
+
+    class OfWholeNames:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            return spec_from_file_location(name, mine) if name == "elsewhere.attn" else None
+
+    monkeypatch.setattr(sys, "meta_path", [object(), *sys.meta_path, OfWholeNames])
+    assert source_digest("elsewhere.attn:f") == source_digest("mine_attn:f") is not None
 
 
 def test_a_problem_that_it_cannot_do_is_refused_before_anything_is_imported():

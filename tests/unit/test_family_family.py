@@ -17,6 +17,7 @@ from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover, load_kernel
 from attnsweep.family.family import BLOCK_LIMITS, Config, Family, Launch, Param
+from attnsweep.family.params import config_in
 from attnsweep.family.space import Selection, Space
 
 PROBLEM = Problem(1, 2, 2, 64, 64, 64)
@@ -333,3 +334,8 @@ def test_an_order_that_no_kernel_has_is_refused_with_the_orders_there_are(mine, 
     result = attnsweep("list", "--kernels", mine)
     assert result.returncode == 2
     assert "order is one of bhsd, bshd, not 'sbhd'" in result.stderr
+
+
+def test_a_text_that_is_no_whole_number_is_a_value_as_it_stands():
+    config = config_in("SPLITS=-4 MODE=--5 SIZE=² FLAG=true NONE=null")
+    assert dict(config) == {"SPLITS": -4, "MODE": "--5", "SIZE": "²", "FLAG": True, "NONE": None}

@@ -157,11 +157,11 @@ class Operator:
         if (
             not _is_compiling()
             and attn_mask is None
-            and type(query) is type(key) is _TENSOR  # others may see that they are asked
+            and type(query) is type(key) is type(value) is _TENSOR  # others may see it
             and query.requires_grad
             and _is_grad_enabled()
             and query.is_cuda is self._on_cuda
-            and not (query.is_nested or key.is_nested)
+            and not (query.is_nested or key.is_nested or value.is_nested)
             and key.dim() == 4
             and query.numel() * key.shape[2] < self.short_work
         ):

@@ -304,10 +304,12 @@ class _Routed(PatchedAttention):
                     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
                 )
         elif attn_mask is None and type(query) is _Tensor and query.requires_grad:
-            place = _frame(1)
-            at = (id(place.f_code) << 24) + place.f_lasti
             try:
-                for alike, causal, _, backend in _settled.get(at, ()):
+                place = _frame(1)
+                at = (id(place.f_code) << 24) + place.f_lasti
+                # They have no strides: to ask what they are like would end the process.
+                nested = query.is_nested or key.is_nested or value.is_nested
+                for alike, causal, _, backend in () if nested else _settled.get(at, ()):
                     if (
                         causal is is_causal
                         and alike(query, key, value)
@@ -325,10 +327,12 @@ class _Routed(PatchedAttention):
                         if type(out.grad_fn) is backend:
                             return out
                         return watched(out, query, key, value)
-                short = query.numel() * key.shape[-2] < _routing.short_work or (
-                    (query.shape, key.shape, is_causal) in _shorts and _routing.on
+                short = not nested and (
+                    query.numel() * key.shape[-2] < _routing.short_work
+                    or ((query.shape, key.shape, is_causal) in _shorts and _routing.on)
                 )
-            except (RuntimeError, AttributeError, IndexError):  # nested, or no tensor
+            # No tensor, or no place: C may call it in a thread of its own.
+            except (RuntimeError, AttributeError, IndexError, ValueError):
                 short = False
             if short and _is_grad_enabled() and flash_allowed():
                 how = (dropout_p, is_causal, scale, enable_gqa, place.f_code, place.f_lasti)

@@ -24,6 +24,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -475,7 +476,6 @@ class Steps:
         self.left = self.WATCHED
         self.backend: type | None = None
         """The class of the outputs' grad_fn."""
-        self._copied: _Copied = _aligned_gradient
 
     def watch(self, out: torch.Tensor, copied: _Copied) -> None:
         """Count the gradient of an output, when there is one, while they are not settled.
@@ -487,11 +487,10 @@ class Steps:
             self.backend = type(out.grad_fn)
             self.left = max(self.left, self.WATCHED)
         if self.left:
-            self._copied = copied
-            out.register_hook(self._count)
+            out.register_hook(partial(self._count, copied))
 
-    def _count(self, grad: torch.Tensor) -> torch.Tensor | None:
-        copied = self._copied(grad)
+    def _count(self, copy: _Copied, grad: torch.Tensor) -> torch.Tensor | None:
+        copied = copy(grad)
         if copied is not None:
             self.left = sys.maxsize
         elif self.left:
