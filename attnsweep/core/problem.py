@@ -32,6 +32,8 @@ from attnsweep.core.scores import Scores as Scores
 
 MOST_MEMORY_BYTES = 288 * 2**30
 """Memory of the largest card there is, a B300. No card holds the tensors of a larger problem."""
+MOST_ITEMS = 2**18
+"""Items with keys of their own, or packed sequences: each is listed wherever keys are counted."""
 LOG2E = math.log2(math.e)
 """log2(e). Kernels scale scores by it, because the hardware computes exp2, not exp."""
 
@@ -42,7 +44,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 _LABEL = re.compile(
-    r"\(?(\d+), ?(\d+)(?:/(\d+))?, ?(\d+)(?:x(\d+))?, ?(\d+)(?:/(\d+))?\)?"
+    r"\(?(\d{1,18}), ?(\d{1,18})(?:/(\d{1,18}))?, ?(\d{1,18})(?:x(\d{1,18}))?, ?(\d{1,18})(?:/(\d{1,18}))?\)?"
     r"(?: +(?!causal_|window|boolean|padded|paged|packed|scale|softcap|sinks|bias|value_|backward)"
     r"(\w+))?"
     r"(?: +(full|(?:causal|window)(?:_top_left)?(?:\([^)]*\))?|boolean\(\S+\)))?"
@@ -139,6 +141,8 @@ class Problem:
         for name in SIZES:
             if getattr(self, name) < 1:
                 raise ProblemError(f"{name} must be at least 1, not {getattr(self, name)}")
+            if getattr(self, name) >= 2**31:
+                raise ProblemError(f"{name} must be at most {2**31 - 1}")
         if self.value_dim < 1:
             raise ProblemError(f"head_dim_v must be at least 1, not {self.value_dim}")
         if self.dtype not in FORMATS:
@@ -169,6 +173,10 @@ class Problem:
         if mask.pattern is not None and layout != DENSE:
             hint = "boolean(padding,40) hides padding by itself"
             yield "a boolean mask has no padding beside it", hint
+        items = layout.sequences or (layout != DENSE or mask.of_item) * self.batch
+        if items > MOST_ITEMS:
+            yield f"at most {MOST_ITEMS} items have keys of their own, not {items}", "write fewer"
+            return
         yield from layout.faults(self)
         if self.value_in_key and self.value_dim > self.head_dim:
             yield f"a key has no {self.value_dim} elements to be its value", None
