@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _PADDED = re.compile(r"(?:padded\()?(right|left), ?(\d{1,18})(?:, ?(\d{1,18}))?\)?")
 _PACKED = re.compile(r"(?:packed\()?(\d{1,18})(?:, ?(\d{1,18}))?(?:, ?(\d{1,18}))?\)?")
 _PAGED = re.compile(r"paged\(([^()]*)\)")
+_NUMBERED = re.compile(r"(shared|seed)(\d{1,18})")
 _LENGTHS = re.compile(r"\d{1,18}k?|\d{1,18}x\d{1,18}k?(?:\+\d{1,18}x\d{1,18}k?)*")
 _HOW_PACKED = (
     "write the number of sequences, and percent of the longest that the shortest has: 8,40"
@@ -496,7 +497,9 @@ class Paged(_OfItems):
                 found = {"cache_dtype": other}
             elif isinstance(other, str) and _LENGTHS.fullmatch(other):
                 found = {"lengths": _of_groups(other)}
-            elif isinstance(other, str) and (match := re.fullmatch(r"(shared|seed)(\d{1,18})", other)):
+            elif isinstance(other, str) and (
+                match := re.fullmatch(r"(shared|seed)(\d{1,18})", other)
+            ):
                 found = {match[1]: int(match[2])}
             if not found or own.keys() & found:
                 raise ProblemError(f"{other!r} is no part of a paged cache", hint=_HOW_PAGED)

@@ -43,8 +43,9 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+_SIZE = r"(\d{1,18})"
 _LABEL = re.compile(
-    r"\(?(\d{1,18}), ?(\d{1,18})(?:/(\d{1,18}))?, ?(\d{1,18})(?:x(\d{1,18}))?, ?(\d{1,18})(?:/(\d{1,18}))?\)?"
+    rf"\(?{_SIZE}, ?{_SIZE}(?:/{_SIZE})?, ?{_SIZE}(?:x{_SIZE})?, ?{_SIZE}(?:/{_SIZE})?\)?"
     r"(?: +(?!causal_|window|boolean|padded|paged|packed|scale|softcap|sinks|bias|value_|backward)"
     r"(\w+))?"
     r"(?: +(full|(?:causal|window)(?:_top_left)?(?:\([^)]*\))?|boolean\(\S+\)))?"

@@ -206,7 +206,8 @@ def baselines_of(spec_text: str | None) -> tuple[str, ...]:
 def kernels_of(spec_text: str | None) -> dict[str, Any]:
     """The families of a run's resolved spec with what it says of each; empty if unreadable."""
     kernels = recorded(spec_text).get("kernels")
-    return {str(name): of for name, of in kernels.items()} if isinstance(kernels, dict) else {}
+    named = kernels.items() if isinstance(kernels, dict) else ()
+    return {str(name): of if isinstance(of, dict) else {} for name, of in named}
 
 
 def is_below(row: Row) -> bool:
