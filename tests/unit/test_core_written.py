@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
@@ -63,6 +63,7 @@ PROBLEMS = st.one_of(
 
 
 @given(PROBLEMS)
+@example(Problem(2, 4, 2, 9, 30, 64, "bf16", scores=Scores(12.345678901)))
 def test_a_problem_is_read_back_from_its_label_its_facts_and_a_command_line(problem):
     assert Problem.parse(problem.label) == problem
     assert Problem.of(json.loads(json.dumps(problem.facts))) == problem
