@@ -34,6 +34,8 @@ MOST_MEMORY_BYTES = 288 * 2**30
 """Memory of the largest card there is, a B300. No card holds the tensors of a larger problem."""
 MOST_ITEMS = 2**18
 """Items with keys of their own, or packed sequences: each is listed wherever keys are counted."""
+MOST_DRAWN = 2**32
+"""Pairs of a query and a key of a drawn mask: each is drawn wherever they are counted."""
 LOG2E = math.log2(math.e)
 """log2(e). Kernels scale scores by it, because the hardware computes exp2, not exp."""
 
@@ -178,6 +180,8 @@ class Problem:
         if items > MOST_ITEMS:
             yield f"at most {MOST_ITEMS} items have keys of their own, not {items}", "write fewer"
             return
+        if mask.pattern is not None and self.seqlen_q * self.seqlen_k > MOST_DRAWN:
+            yield f"at most {MOST_DRAWN} pairs of a pattern are drawn", "make seqlen smaller"
         yield from layout.faults(self)
         if self.value_in_key and self.value_dim > self.head_dim:
             yield f"a key has no {self.value_dim} elements to be its value", None

@@ -111,6 +111,7 @@ def test_labels_tell_problems_apart(one, other):
         ("1048576,1,1,8 bf16 full padded(right,40)", "at most 262144 items have keys of their own"),
         ("1048576,1,1x16,8 bf16 full paged(16)", "at most 262144 items have keys of their own"),
         ("1048576,1,1,8 bf16 boolean(padding,40)", "at most 262144 items have keys of their own"),
+        ("1,1,65537,8 bf16 boolean(holes,50)", "at most 4294967296 pairs of a pattern are drawn"),
         ("1,1,2147483648,8", "seqlen_q must be at most 2147483647"),
         (f"1,1,64,{'9' * 5000}", "is not a problem"),
         (f"1,1,64,8 fp16 window({'9' * 5000},0)", "is not a mask"),
