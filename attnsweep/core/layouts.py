@@ -21,10 +21,11 @@ from attnsweep.core.masks import Interval, Range, check_drawn, drawn_order
 if TYPE_CHECKING:
     from attnsweep.core.problem import Problem
 
-_PADDED = re.compile(r"(?:padded\()?(right|left), ?(\d+)(?:, ?(\d+))?\)?")
-_PACKED = re.compile(r"(?:packed\()?(\d+)(?:, ?(\d+))?(?:, ?(\d+))?\)?")
+_PADDED = re.compile(r"(?:padded\()?(right|left), ?(\d{1,18})(?:, ?(\d{1,18}))?\)?")
+_PACKED = re.compile(r"(?:packed\()?(\d{1,18})(?:, ?(\d{1,18}))?(?:, ?(\d{1,18}))?\)?")
 _PAGED = re.compile(r"paged\(([^()]*)\)")
-_LENGTHS = re.compile(r"\d+k?|\d+x\d+k?(?:\+\d+x\d+k?)*")
+_NUMBERED = re.compile(r"(shared|seed)(\d{1,18})")
+_LENGTHS = re.compile(r"\d{1,18}k?|\d{1,18}x\d{1,18}k?(?:\+\d{1,18}x\d{1,18}k?)*")
 _HOW_PACKED = (
     "write the number of sequences, and percent of the longest that the shortest has: 8,40"
 )
@@ -479,7 +480,7 @@ class Paged(_OfItems):
         """The layout of a label. Raises ProblemError for any other text."""
         (inside,) = _read(_PAGED, text, "no paged cache", _HOW_PAGED)
         size, *others = (part.strip().lower() for part in inside.split(","))
-        return cls.of([int(size) if size.isdecimal() else size, *others])
+        return cls.of([int(size) if size.isdecimal() and len(size) < 19 else size, *others])
 
     @classmethod
     def of(cls, parts: Any, cache_dtype: Any = None) -> Paged:
@@ -496,7 +497,9 @@ class Paged(_OfItems):
                 found = {"cache_dtype": other}
             elif isinstance(other, str) and _LENGTHS.fullmatch(other):
                 found = {"lengths": _of_groups(other)}
-            elif isinstance(other, str) and (match := re.fullmatch(r"(shared|seed)(\d+)", other)):
+            elif isinstance(other, str) and (
+                match := re.fullmatch(r"(shared|seed)(\d{1,18})", other)
+            ):
                 found = {match[1]: int(match[2])}
             if not found or own.keys() & found:
                 raise ProblemError(f"{other!r} is no part of a paged cache", hint=_HOW_PAGED)

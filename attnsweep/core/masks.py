@@ -13,8 +13,8 @@ PATTERNS = ("blocks", "documents", "holes", "padding")
 _HINT = f"write one of {', '.join(PATTERNS)}, and its density: boolean(blocks,30)"
 _OWN = ("item", "head")
 _BOOLEAN = re.compile(r"boolean\((.+?)((?:,(?:item|head))*)\)")
-_DRAWN = re.compile(r"boolean\((\w+), ?(\d+)(?:, ?(\d+))?\)")
-_WINDOW = re.compile(r"window(_top_left)?\((\d+|all|-1), ?(\d+|all|-1)\)")
+_DRAWN = re.compile(r"boolean\((\w+), ?(\d{1,18})(?:, ?(\d{1,18}))?\)")
+_WINDOW = re.compile(r"window(_top_left)?\((\d{1,18}|all|-1), ?(\d{1,18}|all|-1)\)")
 
 
 class Mask(Protocol):
@@ -317,6 +317,8 @@ def check_drawn(what: str, percent: Any, seed: Any, hint: str) -> None:
         raise ProblemError(f"{what} has 0 to 100 percent, not {percent!r}", hint=hint)
     if type(seed) is not int or seed < 0:
         raise ProblemError(f"a seed is a whole number of at least 0, not {seed!r}", hint=hint)
+    if seed >= 2**63:
+        raise ProblemError("a seed is less than 2^63", hint=hint)
 
 
 def mixed(number: int) -> int:

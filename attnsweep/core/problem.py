@@ -32,6 +32,10 @@ from attnsweep.core.scores import Scores as Scores
 
 MOST_MEMORY_BYTES = 288 * 2**30
 """Memory of the largest card there is, a B300. No card holds the tensors of a larger problem."""
+MOST_ITEMS = 2**18
+"""Items with keys of their own, or packed sequences: each is listed wherever keys are counted."""
+MOST_DRAWN = 2**32
+"""Pairs of a query and a key of a drawn mask: each is drawn wherever they are counted."""
 LOG2E = math.log2(math.e)
 """log2(e). Kernels scale scores by it, because the hardware computes exp2, not exp."""
 
@@ -41,8 +45,9 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+_SIZE = r"(\d{1,18})"
 _LABEL = re.compile(
-    r"\(?(\d+), ?(\d+)(?:/(\d+))?, ?(\d+)(?:x(\d+))?, ?(\d+)(?:/(\d+))?\)?"
+    rf"\(?{_SIZE}, ?{_SIZE}(?:/{_SIZE})?, ?{_SIZE}(?:x{_SIZE})?, ?{_SIZE}(?:/{_SIZE})?\)?"
     r"(?: +(?!causal_|window|boolean|padded|paged|packed|scale|softcap|sinks|bias|value_|backward)"
     r"(\w+))?"
     r"(?: +(full|(?:causal|window)(?:_top_left)?(?:\([^)]*\))?|boolean\(\S+\)))?"
@@ -139,6 +144,8 @@ class Problem:
         for name in SIZES:
             if getattr(self, name) < 1:
                 raise ProblemError(f"{name} must be at least 1, not {getattr(self, name)}")
+            if getattr(self, name) >= 2**31:
+                raise ProblemError(f"{name} must be at most {2**31 - 1}")
         if self.value_dim < 1:
             raise ProblemError(f"head_dim_v must be at least 1, not {self.value_dim}")
         if self.dtype not in FORMATS:
@@ -169,6 +176,12 @@ class Problem:
         if mask.pattern is not None and layout != DENSE:
             hint = "boolean(padding,40) hides padding by itself"
             yield "a boolean mask has no padding beside it", hint
+        items = layout.sequences or (layout != DENSE or mask.of_item) * self.batch
+        if items > MOST_ITEMS:
+            yield f"at most {MOST_ITEMS} items have keys of their own, not {items}", "write fewer"
+            return
+        if mask.pattern is not None and self.seqlen_q * self.seqlen_k > MOST_DRAWN:
+            yield f"at most {MOST_DRAWN} pairs of a pattern are drawn", "make seqlen smaller"
         yield from layout.faults(self)
         if self.value_in_key and self.value_dim > self.head_dim:
             yield f"a key has no {self.value_dim} elements to be its value", None

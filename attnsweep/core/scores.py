@@ -14,6 +14,7 @@ WORDS = r"(?: +scale\([^)]*\))?(?: +softcap\([^)]*\))?(?: +sinks)?(?: +bias\([^)
 """Regular expression of `Scores.label`."""
 _NUMBER = {name: re.compile(rf"{name}\(([^)]*)\)") for name in ("scale", "softcap")}
 _NONE = {"scale": None, "softcap": 0}  # what says that there is none
+_LEAST, _MOST = 2.0**-126, 2.0**126  # of float32, with room for a factor of log2(e)
 _BIAS = re.compile(r"bias\(([^)]*)\)")
 _OWN = ("item", "head")
 KINDS = ("softcap", "sinks", "bias")
@@ -42,9 +43,13 @@ class Scores:
             value = getattr(self, name)
             if type(value) is float and value.is_integer():
                 object.__setattr__(self, name, int(value))
-            number = type(value) in (int, float) and math.isfinite(value)
-            if value != _NONE[name] and (not number or value <= 0):
+            if value == _NONE[name]:
+                continue
+            if type(value) not in (int, float) or not 0 < value < math.inf:
                 raise ProblemError(f"{name} is a number above 0, not {value!r}")
+            if not _LEAST <= value <= _MOST:
+                hint = f"write one from {_LEAST:.3g} to {_MOST:.3g}"
+                raise ProblemError(f"float32 cannot hold this {name}", hint=hint)
         if self.bias is not None and not {*self.bias} <= {*_OWN}:
             own = ", ".join(map(str, self.bias))
             raise ProblemError(f"a bias is of {', '.join(_OWN)}, not of {own}")
@@ -68,7 +73,7 @@ class Scores:
     def label(self) -> str:
         """` scale(1)`, ` softcap(50)`, ` sinks`, ` bias(item,head)`: those that there are."""
         scale = "" if self.scale is None else f" scale({self.scale!r})"
-        cap = f" softcap({self.softcap:g})" if self.softcap else ""
+        cap = f" softcap({self.softcap!r})" if self.softcap else ""
         bias = "" if self.bias is None else f" bias({','.join(self.bias)})"
         return scale + cap + " sinks" * self.sinks + bias
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from numbers import Real
+from typing import Any
 
 LEAST, MOST = 0.001, 0.5
 """Rounds resolve no less. Above half, who wrote a number meant percent: 3 for 3 %."""
@@ -22,14 +23,13 @@ class ShareError(ValueError):
 def share(value: object) -> float:
     """Read a share: a number, 0.02, or a text in percent, `2%`. Raises ShareError."""
     match = re.fullmatch(IN_PERCENT, value.strip()) if isinstance(value, str) else None
+    found: Any = value  # a whole number may be too large for a float
     if match is not None:
         found = float(match[1]) / 100
-    elif isinstance(value, Real) and not isinstance(value, bool):
-        found = float(value)
-    else:
+    elif not isinstance(value, Real) or isinstance(value, bool):
         raise ShareError(f"must be a share, not {value!r}")
     if LEAST <= found <= MOST:
-        return found
+        return float(found)
     meant = match is None and MOST < found <= 100 * MOST
     raise ShareError(
         f"must be between {100 * LEAST:g}% and {100 * MOST:g}%, not {value}",

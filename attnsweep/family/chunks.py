@@ -83,6 +83,10 @@ def _number(config: Mapping[str, object], name: str) -> int:
     return int(mode(config, name))
 
 
+# Each is a launch; a graph of more takes longer to make than to time.
+_MOST_CHUNKS = 2**16
+
+
 def is_used(config: Config, problem: Problem) -> bool:
     """Whether every mode that the config sets takes effect on this problem."""
     total, group = problem.batch * problem.heads, problem.heads // problem.heads_kv
@@ -97,8 +101,9 @@ def is_used(config: Config, problem: Problem) -> bool:
         return False
     if heads == total and not rows:
         return False
-    chunks = list(_spans(problem, *_wanted(config, problem)))
-    return _number(config, "STREAMS") <= len(chunks)
+    heads, rows = _wanted(config, problem)
+    chunks = ceil_div(total, heads) * ceil_div(problem.seqlen_q, rows)
+    return _number(config, "STREAMS") <= chunks <= _MOST_CHUNKS
 
 
 def is_served(kernel: Family, config: Config, problem: Problem) -> bool:
@@ -117,7 +122,8 @@ class Chunks:
     modes: tuple[Param, ...] = _MODES
     rule: str = "chunks_are_used"
     description: str = (
-        "chunks are smaller than the call, keep grouped heads together, and use every stream"
+        "chunks are smaller than the call and at most 65536, keep grouped heads together, and use "
+        "every stream"
     )
 
     def keeps(self, kernel: Family, config: Config, problem: Problem) -> bool:

@@ -17,6 +17,9 @@ from attnsweep.family.rules import refused
 # Enumerating takes about 4 us a combination, so this limit takes four seconds.
 MAX_COMBINATIONS = 1_000_000
 
+# Each choice of variants is a table of all parameters.
+MAX_CHOICES = 10_000
+
 Values = Mapping[str, tuple[Value, ...]]
 
 
@@ -35,6 +38,13 @@ class Selection:
     family: str = ""
     call: str = ""
     widen: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise SpaceError for axes that have too many choices."""
+        choices = math.prod(map(len, self.variants.values()))
+        if choices > MAX_CHOICES:
+            what = f"{len(self.variants)} axes of variants have {choices} choices, more than"
+            raise SpaceError(f"{what} {MAX_CHOICES}", hint="use fewer axes, or fewer variants")
 
     def groups(self) -> Iterator[tuple[dict[str, str], dict[str, tuple[Value, ...]]]]:
         """The variant's name on each axis, with the values that these and `values` select."""

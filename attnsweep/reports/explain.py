@@ -262,20 +262,24 @@ def _on_card(value: Value, section: Section) -> Value:
     return section.environment.sm_count if value == SMS and section.environment else value
 
 
+def _is_value(value: object) -> bool:
+    """Whether it can be a parameter's value; a damaged spec has others."""
+    return value is None or isinstance(value, int | str)
+
+
 def _spec_values(spec: Mapping[str, Any], kernel: str, section: Section) -> dict[str, list[Value]]:
     """Each parameter's values that the spec names for a family, in its variants too."""
-    family = spec.get(kernel)
-    if not isinstance(family, Mapping):
-        return {}
+    family = spec.get(kernel, {})
     found: dict[str, list[Value]] = {}
     variants = family.get("variants")
     sets: list[Mapping[str, Any]] = [{n: v for n, v in family.items() if n != "variants"}]
     for choices in variants.values() if isinstance(variants, Mapping) else ():
-        sets += [values for values in choices.values() if isinstance(values, Mapping)]
+        named = choices.values() if isinstance(choices, Mapping) else ()
+        sets += [values for values in named if isinstance(values, Mapping)]
     for values in sets:
         for name, each in values.items():
-            own = [_on_card(v, section) for v in (each if isinstance(each, list) else [each])]
-            found.setdefault(str(name), []).extend(own)
+            own = [v for v in (each if isinstance(each, list) else [each]) if _is_value(v)]
+            found.setdefault(str(name), []).extend(_on_card(v, section) for v in own)
     return found
 
 

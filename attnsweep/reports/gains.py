@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from attnsweep.choose.baseline_ratio import fastest_round
+from attnsweep.core.errors import ProblemError
 from attnsweep.core.problem import FACTS, Problem
 from attnsweep.core.trial import Status
 from attnsweep.reports.terminal import GLUE
 from attnsweep.reports.text import Section, figure, who
+from attnsweep.specs.yaml_file import recorded
 
 NONE = "–"
 
@@ -47,7 +47,7 @@ def gains(sections: Sequence[Section], spec_text: str | None) -> dict[str, Any] 
 def _calls_of(spec_text: str | None) -> tuple[dict[Problem, int], list[dict[str, Any]]]:
     """Calls by problem, and the unserved ones; empty if the spec cannot be read."""
     try:
-        data = yaml.safe_load(spec_text or "")
+        data = recorded(spec_text)
         entries = [dict(entry) for entry in data["problems"]]
         calls = {
             Problem.of({name: entry[name] for name in entry.keys() & FACTS}): int(entry["calls"])
@@ -58,7 +58,7 @@ def _calls_of(spec_text: str | None) -> tuple[dict[Problem, int], list[dict[str,
             {"call": str(u["call"]), "calls": int(u["calls"]), "reason": str(u["reason"])}
             for u in data.get("unserved") or ()
         ]
-    except (yaml.YAMLError, TypeError, KeyError, ValueError, AttributeError):
+    except (ProblemError, TypeError, KeyError, ValueError, AttributeError, OverflowError):
         return {}, []
     return calls, unserved
 

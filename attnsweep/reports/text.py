@@ -14,8 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
-import yaml
-
 from attnsweep.choose.baseline_ratio import below_ranking, common_rounds, fastest_round
 from attnsweep.choose.columns import Row as Row
 from attnsweep.choose.columns import bounds_of, frontier, light_text, named
@@ -26,6 +24,7 @@ from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Accuracy, Environment, Status, Trial
 from attnsweep.reports.terminal import GLUE
 from attnsweep.specs.model import PLAIN_READ, in_other_format
+from attnsweep.specs.yaml_file import recorded
 from attnsweep.store.run import Run
 
 # Each reason takes one line; a problem lists at most this many.
@@ -200,21 +199,15 @@ def baselines_of(spec_text: str | None) -> tuple[str, ...]:
     """The baselines that a run's resolved spec names; none if it cannot be read."""
     # The whole of a large spec takes 0.2 s to read.
     found = re.search(r"^baselines:.*(?:\n[ -].*)*", spec_text or "", re.MULTILINE)
-    try:
-        named = yaml.safe_load(found[0])["baselines"] if found else ()
-    except yaml.YAMLError:
-        return ()
+    named = recorded(found[0]).get("baselines") if found else ()
     return tuple(map(str, named)) if isinstance(named, list) else ()
 
 
 def kernels_of(spec_text: str | None) -> dict[str, Any]:
     """The families of a run's resolved spec with what it says of each; empty if unreadable."""
-    try:
-        return {
-            str(name): facts for name, facts in yaml.safe_load(spec_text or "")["kernels"].items()
-        }
-    except (yaml.YAMLError, TypeError, KeyError, AttributeError):
-        return {}
+    kernels = recorded(spec_text).get("kernels")
+    named = kernels.items() if isinstance(kernels, dict) else ()
+    return {str(name): of if isinstance(of, dict) else {} for name, of in named}
 
 
 def is_below(row: Row) -> bool:

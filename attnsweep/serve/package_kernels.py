@@ -7,13 +7,12 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-import yaml
-
 from attnsweep.core.hardware import Arch, arch_named
 from attnsweep.core.ops import Op
 from attnsweep.core.problem import FULL, Problem
 from attnsweep.core.trial import Status, Trial
 from attnsweep.family.family import Config, Family
+from attnsweep.reports.text import baselines_of
 from attnsweep.serve.export_code import Families, why_unpacked
 from attnsweep.serve.portfolio import Portfolio, portfolios
 from attnsweep.serve.runtime.cost_model import FEW_QUERIES, tiling_of
@@ -111,11 +110,7 @@ def lost_sdpa(run: Run, timed: Mapping[Problem, Collection[str]]) -> dict[Proble
 
 def _asked_for(spec_text: str | None) -> list[str]:
     """Baselines of PyTorch's that a run's spec names; none if it cannot be read."""
-    try:
-        named = yaml.safe_load(spec_text or "")["baselines"]
-        return [name for name in map(str, named) if name.startswith(_SDPA)]
-    except (yaml.YAMLError, KeyError, TypeError):
-        return []
+    return [name for name in baselines_of(spec_text) if name.startswith(_SDPA)]
 
 
 def kind_of(problem: Problem) -> Kind:

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from attnsweep.core.errors import KernelError, SpecError
+from attnsweep.core.errors import KernelError, SpaceError, SpecError
 from attnsweep.core.problem import Problem, Value
 from attnsweep.family.called import CalledFamily
 from attnsweep.family.family import Family, Param
@@ -202,7 +202,12 @@ def spec_of(document: Document, families: Families = None) -> SweepSpec:
     if file.name is None and not re.fullmatch(NAME_PATTERN, path.stem):
         what = f"the file's stem {path.stem!r} cannot name a run"
         document.report(what, "add name: of a-z, 0-9, _ and - only", document.at())
-    spaces = {name: _selection(name, choice) for name, choice in file.kernels.items()}
+    spaces: dict[str, Selection] = {}
+    for name, choice in file.kernels.items():
+        try:
+            spaces[name] = _selection(name, choice)
+        except SpaceError as error:
+            document.report(error.what, error.hint, document.keys["kernels", name, "variants"])
     own = place(file.kernel_dir)
     if callable(families) and own is not None and not own.is_dir():
         what = f"kernel_dir: no such directory: {own}"

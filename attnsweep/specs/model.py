@@ -445,10 +445,10 @@ class ProblemSpec(_Model):
     each head, [item, head]. Or a mask that is no interval, [blocks, 30]. blocks: percent of 128
     x 128 blocks that are seen; documents: their number; holes: percent of causal pairs;
     padding: percent as in padding. A seed may follow."""
-    scale: Many[Annotated[float, Field(gt=0, allow_inf_nan=False)] | None] = [None]
+    scale: Many[Annotated[float, Field(strict=True, gt=0)] | None] = [None]
     """Scores are this times Q Kᵀ (default: 1 / sqrt(head_dim)): 1.0 in Gemma 4, whose queries and
     keys are normed."""
-    softcap: Many[Annotated[float, Field(gt=0)] | None] = [None]
+    softcap: Many[Annotated[float, Field(strict=True, gt=0)] | None] = [None]
     """Scores become softcap * tanh(score / softcap), as in Gemma 2: 50."""
     sinks: Many[StrictBool] = [False]
     """Each query head has one more score, which takes weight and has no value, as in gpt-oss."""

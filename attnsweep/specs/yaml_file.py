@@ -25,6 +25,7 @@ from attnsweep.core.errors import SpecError
 from attnsweep.core.formats import FORMATS
 
 MAX_ERRORS = 5
+_LONG = 400  # letters of an error that quotes a value
 _MAX_VALUES = 100_000  # aliases can expand a short file without end
 
 Loc = tuple[str | int, ...]
@@ -150,6 +151,15 @@ _Dumper.add_representer(
 def dump(data: Mapping[str, Any]) -> str:
     """YAML text that `Document.read` reads back equal."""
     return yaml.dump(dict(data), Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=True)
+
+
+def recorded(text: str | None) -> dict[str, Any]:
+    """The data of a text that `dump` wrote, or nothing if the text was damaged since."""
+    try:
+        data = yaml.safe_load(text or "")
+    except (yaml.YAMLError, ValueError, LookupError, RecursionError):  # of a date, a tag, brackets
+        return {}
+    return data if isinstance(data, dict) else {}
 
 
 def _scalar(tag: str, text: str) -> str | int | float | bool | None:
@@ -393,7 +403,8 @@ class Document:
         self._issues = []
         errors = []
         for issue in issues:
-            errors.append(SpecError(issue.what, where=self.where(issue.mark), hint=issue.hint))
+            what = issue.what if len(issue.what) <= _LONG else f"{issue.what[:_LONG]}…"
+            errors.append(SpecError(what, where=self.where(issue.mark), hint=issue.hint))
         if len(errors) == 1:
             raise errors[0]
         if errors:

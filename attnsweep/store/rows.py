@@ -201,7 +201,9 @@ class RowReader:
     def _learn(self, model: type[BaseModel], names: Iterable[str]) -> None:
         """Read a model's objects with these names of facts, too."""
         known = self._extra.setdefault(model, {})
-        new = [name for name in names if name not in known]
+        # Attributes of a struct; a name that cannot be one is left to Pydantic.
+        taken = {*known, *dir(model), "made", "with_"}
+        new = [name for name in names if name.isidentifier() and name not in taken]
         if len(known) + len(new) <= _MOST_EXTRA and (new or (model is Trial and not known)):
             known |= dict.fromkeys(new)
             self._fields = _Fields(Trial, self._extra, self._known)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from attnsweep.core.errors import StoreError, reason
 from attnsweep.core.files import pack_code, write_file
@@ -173,6 +173,8 @@ def _read(path: Path, parse: Callable[[bytes], T], missing: T) -> tuple[T, str |
         return missing, f"{path}: not an environment: {first_fault(error)}"
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         return missing, f"{path}: not JSON: {error}"
+    except RecursionError:
+        return missing, f"{path}: not JSON: nested too deeply"
     except ValueError as error:
         return missing, f"{path}: {error}"
 
@@ -188,7 +190,26 @@ def _spaces(data: bytes) -> list[dict[str, Any]]:
     facts = json.loads(data)
     if not isinstance(facts, list) or not all(isinstance(fact, dict) for fact in facts):
         raise ValueError("not a list of objects")
+    try:
+        for fact in facts:
+            _Space.model_validate(fact)
+    except ValidationError as error:
+        raise ValueError(f"not what a run counts: {first_fault(error)}") from None
     return facts
+
+
+class _Space(BaseModel):
+    """What reports read of an entry of spaces.json: see specs.plan.plan_facts."""
+
+    model_config = ConfigDict(strict=True)
+    problem: str = ""
+    kernel: str
+    candidates: int = 0
+    configs: int = 0
+    removed: dict[str, int] = {}
+    serves: list[str] = []
+    refused: str = ""
+    ended: str = ""
 
 
 def find_runs(results_dir: str | Path) -> list[Path]:

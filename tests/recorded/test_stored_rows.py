@@ -42,6 +42,14 @@ def test_rows_are_those_that_pydantic_reads(run):
         assert row_bytes(row) == row_bytes(expected)
 
 
+@pytest.mark.parametrize("name", ["", "a b", "made", "with_", "key", "class", "__slots__"])
+def test_a_fact_of_any_name_is_kept(name):
+    reader = RowReader()
+    for number, line in enumerate(lines_of(RUNS[1])[:3]):
+        row = reader.row(json.dumps({**json.loads(line), name: number}).encode())
+        assert row.model_extra[name] == number
+
+
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_most_lines_need_no_pydantic(run, monkeypatch):
     """Only those that first have a fact of another version."""

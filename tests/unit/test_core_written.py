@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from attnsweep.core.errors import ProblemError
-from attnsweep.core.layouts import DENSE, Padded
+from attnsweep.core.errors import AttnsweepError, ProblemError
+from attnsweep.core.layouts import DENSE, Padded, Paged
 from attnsweep.core.masks import CAUSAL, FULL, PATTERNS, Interval, pattern
 from attnsweep.core.problem import BACKWARD, Dtype, Packed, Problem, Scores
 from attnsweep.specs.shapes import read_shapes
@@ -27,7 +27,16 @@ PADDED = st.builds(Padded, st.sampled_from(["right", "left"]), PERCENT, SEED)
 PACKED = st.builds(Packed, st.integers(1, 6), PERCENT, SEED)
 OWN = st.none() | st.sampled_from([(), ("item",), ("head",), ("item", "head")])
 SCALES = st.sampled_from([None, 1, 0.125, 0.07216878364870322, 1e-7])
-SCORES = st.builds(Scores, st.sampled_from([0, 30, 50, 2.5]), st.booleans(), OWN, SCALES)
+SCORES = st.builds(Scores, st.sampled_from([0, 30, 50, 2.5, 12.345678901]), st.booleans(), OWN, SCALES)
+PAGED = st.builds(
+    Paged,
+    st.integers(1, 64),
+    st.sampled_from(["nhd", "hnd"]),
+    st.just(()) | st.tuples(st.integers(0, 30), st.just(30)),
+    st.sampled_from([None, "e4m3"]),
+    st.integers(0, 3),
+    SEED,
+)
 DIMS = st.none() | st.integers(1, 32).map(lambda eighths: 8 * eighths)
 HALF, NONE = st.sampled_from(["fp16", "bf16"]), st.just(FULL)
 
@@ -42,6 +51,8 @@ PROBLEMS = st.one_of(
     problems(MASKS, st.sampled_from(get_args(Dtype))),
     problems(MASKS, layout=PADDED),
     problems(ALIGNED, batch=1, layout=PACKED),
+    problems(ALIGNED, layout=PAGED, scores=st.builds(Scores, scale=SCALES)),
+    problems(layout=st.just(Paged(16)), head_dim_v=st.just(32), value_in_key=st.just(True)),
     problems(BOOLEANS),
     problems(scores=SCORES),
     problems(MASKS, st.sampled_from(["fp16", "bf16", "fp32"]), head_dim_v=DIMS),
@@ -52,6 +63,7 @@ PROBLEMS = st.one_of(
 
 
 @given(PROBLEMS)
+@example(Problem(2, 4, 2, 9, 30, 64, "bf16", scores=Scores(12.345678901)))
 def test_a_problem_is_read_back_from_its_label_its_facts_and_a_command_line(problem):
     assert Problem.parse(problem.label) == problem
     assert Problem.of(json.loads(json.dumps(problem.facts))) == problem
@@ -84,6 +96,8 @@ def test_labels_tell_problems_apart(one, other):
         ("1,2,64,64 bf16 full scale(nan)", "scale is a number above 0, not nan"),
         ("1,2,64,64 bf16 full scale(inf)", "scale is a number above 0, not inf"),
         ("1,2,64,64 bf16 full scale(x)", "scale is a number above 0"),
+        ("1,2,64,64 bf16 full scale(1e300)", "float32 cannot hold this scale"),
+        ("1,2,64,64 bf16 full softcap(1e-40)", "float32 cannot hold this softcap"),
         ("1,2,64,64 bf16 full softcap(-3)", "softcap is a number above 0, not -3"),
         ("1,2,64,64 bf16 full softcap(x)", "softcap is a number above 0"),
         ("1,2,64,64 bf16 full softcap(inf)", "softcap is a number above 0, not inf"),
@@ -93,6 +107,18 @@ def test_labels_tell_problems_apart(one, other):
         ("1,2,64,64 bf16 full softcap(30) backward", "a backward has no softcap"),
         ("1,2,64,64 bf16 full packed(2) backward", "a backward has no packed"),
         ("1,2,64,64 bf16 boolean(causal) backward", "a backward has no boolean"),
+        ("1,1,1048576,8 bf16 full packed(1048576)", "at most 262144 items have keys of their own, not 1048576"),
+        ("1048576,1,1,8 bf16 full padded(right,40)", "at most 262144 items have keys of their own"),
+        ("1048576,1,1x16,8 bf16 full paged(16)", "at most 262144 items have keys of their own"),
+        ("1048576,1,1,8 bf16 boolean(padding,40)", "at most 262144 items have keys of their own"),
+        ("1,1,65537,8 bf16 boolean(holes,50)", "at most 4294967296 pairs of a pattern are drawn"),
+        ("1,1,2147483648,8", "seqlen_q must be at most 2147483647"),
+        (f"1,1,64,{'9' * 5000}", "is not a problem"),
+        (f"1,1,64,8 fp16 window({'9' * 5000},0)", "is not a mask"),
+        (f"1,1,64,8 fp16 full padded(right,{'9' * 5000})", "not a padding"),
+        (f"1,1,64,8 fp16 full packed({'9' * 5000})", "no packing"),
+        (f"1,1,64,8 fp16 full paged({'9' * 5000})", "a page size is a whole number"),
+        (f"1,1,64,8 fp16 full paged(16,{'9' * 5000}x1)", "is no part of a paged cache"),
         ("1,16,2048,192/0", "head_dim_v must be at least 1, not 0"),
         ("1,16,2048,192/128 e4m3", "FP8 has no head_dim_v"),
         ("1,16,2048,192/128 bf16 full backward", "a backward has no head_dim_v"),
@@ -105,10 +131,27 @@ def test_what_cannot_be_is_refused_by_name(text, what):
         Problem.parse(text)
 
 
+PARTS = ["9" * 5000, "1e400", "nan", "-1", "\t", "é", "", " ", "/", ",", "x", "(", ")", "99999999999x1", "scale(1e400)"]
+
+
+@given(PROBLEMS, st.lists(st.tuples(st.integers(0, 80), st.integers(0, 3), st.sampled_from(PARTS)), min_size=1))
+def test_a_changed_label_is_refused_or_is_that_of_its_problem(problem, edits):
+    text = problem.label
+    for at, cut, part in edits:
+        text = text[:at] + part + text[at + cut :]
+    for read in (Problem.parse, lambda text: read_shapes([f" {text}"])[0]):
+        try:
+            found = read(text)
+        except AttnsweepError:
+            continue
+        assert Problem.parse(found.label) == found
+
+
 @pytest.mark.parametrize(
     ("facts", "what"),
     [
         ({"op": "sideways"}, "an op is one of forward, backward"),
+        ({"padding": ["right", 40, 2**70]}, "a seed is less than 2"),
         ({"head_dim_v": "128"}, "head_dim_v is a whole number, not '128'"),
     ],
 )

@@ -176,6 +176,12 @@ def test_the_rule(config, kept):
     assert space.removed.get(IN_CHUNKS.rule, 0) == (0 if kept else 2)
 
 
+def test_chunks_without_end_are_no_way_to_issue_a_call():
+    long = Problem(2**31 - 1, 1, 1, 1, 1, 1)
+    assert not is_used({"CHUNK_HEADS": 1}, long)
+    assert is_used({"CHUNK_HEADS": 2**15}, long)
+
+
 def test_an_auto_chunk_is_of_heads_first_and_then_of_queries():
     def chunk(limit):
         facts = schedule_of(FAMILY, Config({}), PROBLEM, limit).facts

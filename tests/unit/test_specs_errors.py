@@ -212,6 +212,10 @@ class TestAgainstFamilies:
              "26: variant must be a whole number, true or false, or text, not a mapping\n  did you mean 'variants'?"),
             ("{toy: {variants: {a: {x: {SPLIT: 1}}, b: {y: {SPLIT: 0}}}}}",
              "56: SPLIT is in the variants of 'a' and of 'b'\n  a parameter belongs to one axis"),
+            (f"{{toy: {{variants: {{{', '.join(f'a{n}: {{x: {{}}, y: {{}}}}' for n in range(40))}}}}}}}",
+             f"17: 40 axes of variants have {2**40} choices, more than 10000\n  use fewer axes, or fewer variants"),
+            (f"{{toy: {{SPLIT: [0, '{'x' * 9000}']}}}}",
+             f"28: toy: SPLIT cannot be '{'x' * 378}…\n  its own values: 0, 1"),
             ("{toy: {variants: {tile: {}}}}", "28: axis 'tile' has no variant"),
         ],
     )  # fmt: skip
