@@ -10,6 +10,7 @@ import lzma
 import os
 import secrets
 import shutil
+import stat
 import sys
 import sysconfig
 from collections.abc import Mapping
@@ -144,8 +145,13 @@ def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Give `path` this content in one step: write a file next to it, then rename that file.
 
     durable: the content and the rename reach the disk before this returns. A killed process may
-    leave a file `.NAME.*.tmp`, which nothing reads. Raises OSError.
+    leave a file `.NAME.*.tmp`, which nothing reads. A device, a pipe or /dev/stdout is written to:
+    a rename by root would put a file in its place. Raises OSError.
     """
+    if _is_stream(path):
+        with path.open("wb") as stream:
+            stream.write(data)
+        return
     if not path.name:  # `.` and `/`
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -163,6 +169,14 @@ def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def _is_stream(path: Path) -> bool:
+    try:
+        kind = path.stat().st_mode
+        return not stat.S_ISREG(kind) or (path.is_symlink() and os.readlink(path)[:6] == "/proc/")
+    except OSError:
+        return False
 
 
 def sync_folder(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -139,3 +140,21 @@ def test_an_environment_that_is_not_active_is_named(in_environment, monkeypatch,
     why, fix = why_pip_misses()
     assert f"pip on the PATH is {tmp_path}/other/pip, and attnsweep runs in {sys.prefix}" in why
     assert fix == f". {sys.prefix}/bin/activate"
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="no /proc")
+def test_what_is_no_file_is_written_to_and_stays_what_it_is(tmp_path):
+    """As root a report to /dev/null left a file in its place, and one to /dev/stdout, which is a link, too."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as reader:
+        read = reader.submit(pipe.read_bytes)
+        write_file(pipe, b"new")
+        assert read.result(10) == b"new"
+    assert pipe.is_fifo()
+    with (tmp_path / "output").open("wb") as output:
+        link = tmp_path / "stdout"
+        link.symlink_to(f"/proc/self/fd/{output.fileno()}")
+        write_file(link, b"more")
+    assert link.is_symlink()
+    assert (tmp_path / "output").read_bytes() == b"more"
