@@ -166,8 +166,10 @@ def _few_heads(case: Case) -> Case:
         mask = problem.mask if own else FULL
         most = _MOST_KEYS if case.inputs == "normal" else _MOST_HARD_KEYS
         keys = min(problem.seqlen_k, most)
-        paged = isinstance(problem.layout, Paged)
-        rows = 2 * TILE if paged else max(problem.seqlen_q, TILE // 2)
+        rows = 2 * TILE
+        if not isinstance(problem.layout, Paged):  # as many in a draw as all draws had before
+            drawn = min(problem.heads_kv, 4) * (problem.heads // problem.heads_kv)
+            rows = max(problem.seqlen_q, _LIMIT_ROWS[0] // drawn)
         problem = replace(problem, batch=1, seqlen_q=rows, seqlen_k=keys, layout=DENSE, mask=mask)
     batch = min(problem.batch, 4) if problem.items_differ else 1
     if problem.seqlen_q < TILE and not (problem.items_differ or problem.format.cut_sums):
