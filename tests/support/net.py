@@ -37,7 +37,7 @@ OUT_UNIT, GRAD_UNIT = 1e-2, 4e-2
 FAR = -1e5
 """Sums of score and mask below this are so coarse in float32 that a log-sum-exp loses the count of keys."""
 ONE_IN, STEPS = 12, 40
-"""One in so many calls with gradients ends so many steps of one place: a program's are trusted after a while."""
+"""How rarely a call with gradients is made many times from one place, and how many: such steps are trusted then."""
 CARD = Limits(
     known=(
         *(Sizes(4, 16, kv, n, n, d, d, dtype) for kv in (16, 4) for n in (512, 1000) for d in (64, 128)
@@ -200,7 +200,7 @@ class Net:
         return Counter(attnsweep.attention_counters())
 
     def explained(self, made: Any) -> str:
-        """Who would serve a call, and why."""
+        """What would serve a call, and why."""
         return _explained(made)
 
     def one(self, number: int) -> Wrong | None:

@@ -64,8 +64,8 @@ class Paged:
 
     lengths: of the keys, `new` appended ones counted; tokens: queries of each request, which are
     packed if `packed`. kept: the cache is the one of an earlier call, filled anew. metadata: `step`
-    is made for these lengths, `another` for others, which mla_plan allows. steps: so many calls one
-    after the other, each with other data and lengths. how: on a card also in a graph that is
+    is made for these lengths, `another` for others, which mla_plan allows. steps: how many calls
+    follow each other, each with other data and lengths. how: on a card also in a graph that is
     replayed with other lengths, and on two streams. refused: why it is a ValueError.
     """
 
