@@ -138,8 +138,8 @@ def test_a_plain_read_is_a_bound_and_no_rival() -> None:
     row = best(*rows)
     assert (row["rank"], row["best_baseline"], row["ratio_to_best_baseline"]) == (1, "flash_attn_3", pytest.approx(1.1))
     text = " ".join(printed(rows, 100).split())
-    assert "90 % of a plain read of K and V" in text
-    assert "plain_read: neither ranked nor taken as base: it computes no attention" in text
+    assert "plain_read: the best of ours has 90 % of a plain read of K and V" in text
+    assert "neither ranked nor taken as base: it computes no attention" in text
     assert "over the limit" not in text
     assert "| – | plain_read | bound |" in to_markdown(Sections(rows, None))
     assert "plain read" not in printed(rows[1:], 100)
