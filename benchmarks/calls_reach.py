@@ -4,7 +4,8 @@
     python benchmarks/calls_reach.py --plan
 
 Each part writes DIR/PART.json after each case, and another call goes on with the cases that are not there. Three
-kernels, on 20 shapes: the one of `attnsweep init --triton`, one of TMA descriptors, a backward.
+kernels, on 20 shapes: the one of `attnsweep init --triton`, one of TMA descriptors, a backward. The parts of a case
+share its sweeps of the file's configs and the choices of `triton.autotune`, each in a fresh process, in turns.
 
 - `cold`: seconds of a process that sweeps the file's configs, proof included, over those of a process that calls the
   function once, so that `triton.autotune` chooses. The caches of attnsweep and of Triton are new and empty.
@@ -31,7 +32,7 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from attnsweep.compile.calls import build_of
 from attnsweep.compile.launches import CallPlan, Candidate
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.hardware import arch_named
+from attnsweep.core.trial import Environment
 from attnsweep.family.called import USUAL, called
 from attnsweep.family.family import Config
 from attnsweep.specs import load
@@ -225,24 +227,47 @@ def near(times: Mapping[Config, float]) -> set[Config]:
 # ---- parts: the row of one case ----
 
 
-def answers(place: Place, case: Case, *, warm: bool) -> dict[str, Any]:
-    """Seconds to an answer, of processes with caches of their own."""
-    row, caches = dict[str, Any](), place.caches()
-    for _ in range(1 + warm):
-        run, ours_s = place.sweep(case.spec(), **caches)
-        chosen, autotune_s = place.autotune(case, **caches)
-        row = {
-            "ours_s": round(ours_s, 2),
-            "autotune_s": round(autotune_s, 2),
-            "candidates": len(run.trials),
-            "timed_by_autotune": len(chosen["times_ms"]),
-        }
-    return row
+class Asked:
+    """What processes of a case said: sweeps, and choices of autotune, in turns; the first had empty caches."""
+
+    def __init__(self, place: Place, case: Case) -> None:
+        self.place, self.case = place, case
+        self._caches: dict[str, str] = {}
+        self._sweeps: list[tuple[Run, float]] = []
+        self._choices: list[tuple[dict[str, Any], float]] = []
+
+    def sweep(self, number: int) -> tuple[Run, float]:
+        """A sweep and its seconds."""
+        self._caches = self._caches or self.place.caches()
+        while len(self._sweeps) <= number:
+            if len(self._sweeps) == len(self._choices) + 1 < 3:
+                self.choice(len(self._choices))
+            self._sweeps.append(self.place.sweep(self.case.spec(), **self._caches))
+        return self._sweeps[number]
+
+    def choice(self, number: int) -> tuple[dict[str, Any], float]:
+        """What autotune chose, and the seconds."""
+        self.sweep(number)
+        while len(self._choices) <= number:
+            self._choices.append(self.place.autotune(self.case, **self._caches))
+        return self._choices[number]
 
 
-def regret(place: Place, case: Case) -> dict[str, Any]:
+def answers(asked: Asked, number: int) -> dict[str, Any]:
+    """Seconds to an answer: of the processes with empty caches, number 0, or of the next."""
+    (run, ours_s), (chosen, autotune_s) = asked.sweep(number), asked.choice(number)
+    return {
+        "ours_s": round(ours_s, 2),
+        "autotune_s": round(autotune_s, 2),
+        "candidates": len(run.trials),
+        "timed_by_autotune": len(chosen["times_ms"]),
+    }
+
+
+def regret(asked: Asked) -> dict[str, Any]:
     """The winner, and what autotune chose, beside the oracle's best."""
-    ours, (chosen, _) = facts(place.sweep(case.spec())[0]), place.autotune(case)
+    place, case = asked.place, asked.case
+    ours, (chosen, _) = facts(asked.sweep(0)[0]), asked.choice(0)
     by_autotune = whole(chosen["chosen"])
     timed = {whole(values): ms for values, ms in chosen["times_ms"]}
     entered = {ours["winner"], by_autotune, *ours["ties"], *near(ours["times_us"])} | (near(timed) if timed else set())
@@ -259,9 +284,9 @@ def regret(place: Place, case: Case) -> dict[str, Any]:
     }
 
 
-def twice(place: Place, case: Case) -> dict[str, Any]:
+def twice(asked: Asked) -> dict[str, Any]:
     """Sweeps one after the other, each beside the one before."""
-    return pairs([facts(place.sweep(case.spec())[0]) for _ in range(place.sweeps)])
+    return pairs([facts(asked.sweep(number)[0]) for number in range(asked.place.sweeps)])
 
 
 def pairs(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -279,10 +304,11 @@ def pairs(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def widened(place: Place, case: Case) -> dict[str, Any]:
+def widened(asked: Asked) -> dict[str, Any]:
     """The winner of the file's own configs beside that of more."""
+    place, case = asked.place, asked.case
     search = {"strategy": DEFAULT_STRATEGY, "budget_s": place.widen_s}
-    own, (run, _) = facts(place.sweep(case.spec())[0]), place.sweep(case.spec(widen=True, search=search))
+    own, (run, _) = facts(asked.sweep(0)[0]), place.sweep(case.spec(widen=True, search=search))
     wide = facts(run)
     both = [*dict.fromkeys((own["winner"], wide["winner"]))]
     level = levels(place.in_turns(case, both)) if len(both) > 1 else dict.fromkeys(both, 1.0)
@@ -309,8 +335,9 @@ def attention(q, k, v, *, problem, out):
 """
 
 
-def template(place: Place, case: Case) -> dict[str, Any]:
+def template(asked: Asked) -> dict[str, Any]:
     """One machine code, launched as a template's and by a call."""
+    place, case = asked.place, asked.case
     kernels = {"flash_fwd_mma": {}}
     text = json.dumps({"problems": [case.problem.facts], "kernels": kernels, "baselines": []})
     (build,) = builds(spec_of(text, place.directory, "template"), arch=place.arch, limit=1)
@@ -329,10 +356,10 @@ def template(place: Place, case: Case) -> dict[str, Any]:
     return {"config": build.config.label, **times, "ratio": round(statistics.median(ratios), 5)}
 
 
-def five(place: Place, case: Case) -> dict[str, Any]:
+def five(asked: Asked) -> dict[str, Any]:
     """From a file to a sentence."""
     commands = [FIVE]
-    said = [place.run("attnsweep", *command, **place.caches()) for command in commands]
+    said = [asked.place.run("attnsweep", *command, **asked.place.caches()) for command in commands]
     sentence = said[-1][0].rstrip().rpartition("\n\n")[2]
     return {
         "commands": len(commands),
@@ -345,7 +372,7 @@ def five(place: Place, case: Case) -> dict[str, Any]:
 class Part:
     """A measurement of each case, and the bars that it must reach. summary: of all rows."""
 
-    row: Callable[[Place, Case], dict[str, Any]]
+    row: Callable[[Asked], dict[str, Any]]
     summary: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
     must: Mapping[str, tuple[str, float]]
     cases: Sequence[Case] = tuple(CASES)
@@ -387,8 +414,8 @@ def of_five(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 FORWARDS = tuple(case for case in CASES if case.call == "attend.py:attention")
 PARTS = {
-    "cold": Part(lambda p, c: answers(p, c, warm=False), of_answers, {"worst_ratio": ("<=", 1.0)}),
-    "warm": Part(lambda p, c: answers(p, c, warm=True), of_answers, {"worst_ratio": ("<=", 3.0)}),
+    "cold": Part(lambda asked: answers(asked, 0), of_answers, {"worst_ratio": ("<=", 1.0)}),
+    "warm": Part(lambda asked: answers(asked, 1), of_answers, {"worst_ratio": ("<=", 3.0)}),
     "regret": Part(regret, of_regret, {"median_regret_percent": ("<=", 0.2), "worst_regret_percent": ("<=", 1.0)}),
     "twice": Part(twice, of_twice, {"disagreed": ("<=", 0.0), "worst_span_percent": ("<=", 1.0)}),
     "widened": Part(widened, of_ratios, {"mean_ratio": (">=", 1.02), "worst_ratio": (">=", 1.0)}),
@@ -408,29 +435,59 @@ def summary_of(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"cases": len(rows), "of": len(part.cases), **found, "must": must, "reached": reached}
 
 
-def taken(name: str, place: Place, known: Mapping[str, Any], end: float, only: str = "") -> Iterator[dict[str, Any]]:
-    """Yield the rows of the cases that are not known yet, until one that lasts as long as the last would be late.
+class Kept:
+    """The rows of a part in its file. card: which of a host measured, of each new row."""
+
+    def __init__(self, name: str, file: Path, environment: Environment) -> None:
+        self.name, self._file, self._environment = name, file, environment
+        before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        self._rows: list[dict[str, Any]] = before.get("rows", [])
+
+    def lacks(self, case: Case) -> bool:
+        """Whether a case belongs to the part and has no row."""
+        known = {row["case"] for row in self._rows}
+        return case in PARTS[self.name].cases and case.label not in known
+
+    def measure(self, asked: Asked) -> None:
+        """Measure a case, write its row and print it; or print why there is none."""
+        label = asked.case.label
+        try:
+            row = {"case": label, **PARTS[self.name].row(asked), "card": self._environment.uuid}
+        except (RuntimeError, AttnsweepError, WorkerError) as error:
+            console.print(f"{self.name}: {label}: {error}")
+            return
+        self._rows.append(row)
+        console.print(f"{self.name}: {row}")
+        facts = {"part": self.name, "summary": self.summary, "rows": self._rows}
+        write(self._file, self._environment, facts)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The part's figures so far."""
+        return summary_of(self.name, self._rows)
+
+
+def measure(parts: Sequence[Kept], place: Place, end: float, only: str) -> None:
+    """Measure the cases that parts lack, until one that lasts as long as the last would be late.
 
     only: a text that the labels of cases hold.
     """
     longest = 0.0
-    for case in PARTS[name].cases:
-        if case.label in known or only not in case.label:
+    for case in CASES:
+        wanted = [part for part in parts if only in case.label and part.lacks(case)]
+        if not wanted:
             continue
         begin = time.monotonic()
         if begin + longest > end:
             return
+        asked = Asked(place, case)
         try:
-            row = PARTS[name].row(place, case)
+            for part in wanted:
+                part.measure(asked)
         except subprocess.TimeoutExpired:
-            console.print(f"{name}: {case.label}: not in the seconds that were left; again in another call")
+            console.print(f"{case.label}: not in the seconds that were left; again in another call")
             return
-        except (RuntimeError, AttnsweepError, WorkerError) as error:
-            console.print(f"{name}: {case.label}: {error}")
-            continue
-        spent_s = time.monotonic() - begin
-        longest = max(longest, spent_s)
-        yield {"case": case.label, **row, "spent_s": round(spent_s, 1)}
+        longest = max(longest, time.monotonic() - begin)
 
 
 def show_plan(names: Sequence[str], arch: str, only: str) -> None:
@@ -478,15 +535,10 @@ def main() -> None:
     environment = described()
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
         place = Place(Path(directory), end, environment.arch, widen_s=asked.widen_s, sweeps=asked.sweeps)
-        for name in names:
-            file = out / f"{name}.json"
-            before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-            rows = before.get("rows", [])
-            for row in taken(name, place, {row["case"]: row for row in rows}, end, asked.only):
-                rows.append(row)
-                console.print(f"{name}: {row}")
-                write(file, environment, {"part": name, "summary": summary_of(name, rows), "rows": rows})
-            console.print(f"{name}: {summary_of(name, rows)}")
+        parts = [Kept(name, out / f"{name}.json", environment) for name in names]
+        measure(parts, place, end, asked.only)
+    for part in parts:
+        console.print(f"{part.name}: {part.summary}")
 
 
 if __name__ == "__main__":

@@ -507,23 +507,60 @@ def test_20_shapes_of_three_kernels_are_asked_for(reach):
     assert 3 * len(reach.CASES) == (reach.SWEEPS - 1) * 20 == 60
 
 
-def test_a_call_goes_on_where_the_last_one_stopped(reach, constants):
+def test_a_call_goes_on_where_the_last_one_stopped(reach, constants, tmp_path):
     part, begun = reach.PARTS["regret"], []
 
-    def row(place, case):
-        begun.append(case.label)
-        if case is reach.CASES[0] and len(begun) == 1:
+    def row(asked):
+        begun.append(asked.case.label)
+        if asked.case is reach.CASES[0] and len(begun) == 1:
             raise RuntimeError("a card that was lost")
         return {"regret_percent": 0.0, "autotune_regret_percent": 0.0}
 
     constants(reach, PARTS={"regret": reach.Part(row, part.summary, part.must, reach.CASES[:3])})
-    known = {reach.CASES[1].label: {}}
-    first, _, last = (case.label for case in reach.CASES[:3])
-    assert [row["case"] for row in reach.taken("regret", None, known, math.inf)] == [last]
-    assert [row["case"] for row in reach.taken("regret", None, known, math.inf)] == [first, last]
-    assert begun == [first, last] * 2
-    assert [*reach.taken("regret", None, known, 0.0)] == []
-    assert [row["case"] for row in reach.taken("regret", None, {}, math.inf, "64x8192")] == [last]
+    environment, file = H200, tmp_path / "regret.json"
+
+    def rows(end=math.inf, only="", name="regret.json"):
+        kept = reach.Kept("regret", tmp_path / name, environment)
+        reach.measure([kept], None, end, only)
+        return [row["case"] for row in json.loads((tmp_path / name).read_text())["rows"]]
+
+    first, second, last = (case.label for case in reach.CASES[:3])
+    file.write_text(json.dumps({"rows": [{"case": second, "regret_percent": 0.0, "autotune_regret_percent": 0.0}]}))
+    assert rows() == [second, last]
+    assert rows() == [second, last, first]
+    assert begun == [first, last, first]
+    assert rows(end=0.0) == [second, last, first]
+    assert rows(only="64x8192", name="new.json") == [last]
+
+
+def test_the_parts_of_a_case_share_its_processes(reach, monkeypatch):
+    said, caches = [], {"CACHE": "empty"}
+
+    class Place:
+        sweeps = 3
+
+        def caches(self):
+            return caches
+
+        def sweep(self, text, **variables):
+            said.append(("sweep", variables))
+            return SimpleNamespace(trials=[1] * 4), 10.0 - len(said)
+
+        def autotune(self, case, **variables):
+            said.append(("autotune", variables))
+            return {"times_ms": [1] * 5}, 10.0 - len(said)
+
+    asked = reach.Asked(Place(), reach.CASES[0])
+    cold, warm = reach.answers(asked, 0), reach.answers(asked, 1)
+    assert (cold["ours_s"], cold["autotune_s"], warm["ours_s"], warm["autotune_s"]) == (9.0, 8.0, 7.0, 6.0)
+    monkeypatch.setattr(reach, "facts", lambda run: run)
+    monkeypatch.setattr(reach, "pairs", len)
+    assert reach.twice(asked) == 3
+    assert said == [(name, caches) for name in ("sweep", "autotune", "sweep", "autotune", "sweep")]
+    later = reach.Asked(Place(), reach.CASES[0])
+    said.clear()
+    assert reach.answers(later, 1)["ours_s"] == 7.0  # also where nobody asked for the first
+    assert [name for name, _ in said] == ["sweep", "autotune"] * 2
 
 
 def test_options_say_which_parts_there_are(reach, monkeypatch, capsys):
