@@ -19,8 +19,9 @@
 //
 // The grid is fixed, whatever the lengths are. Blocks take tiles of queries in turn, from a counter
 // that the last one to end clears: request by request, of these head by head, and of a head the
-// last queries first, which see most. With SPLITS, up to so many blocks share a tile's keys, and
-// the last of them to end joins what all have written.
+// last queries first, which see most. With SPLITS, up to so many blocks share the keys of a tile
+// that has more of them than a block's fair share of all, and the last of them to end joins what
+// all have written.
 #ifndef CACHE_E4M3
 #define CACHE_E4M3 0
 #endif
@@ -91,16 +92,17 @@ struct Tiles {
     }
 };
 
-// Tiles of queries whose keys may be shared, for which there is memory; and the least tiles of keys
-// that are a part.
-constexpr int PARTED_TILES = 256, LEAST_TILES = 4;
+// Parts of tiles for which there is memory, and the least tiles of keys that are a fair share. A
+// tile of one and a half shares or more is shared: such parts are at most 4/3 of the blocks, and
+// twice that where requests have no keys but their own queries'. What has no memory is not shared.
+constexpr int SLOTS = 512 / WARPGROUPS, LEAST_SHARE = 8;
 // A tile of queries: its first row of an item, the key head, the tokens that there are, the first
 // one's own key, the request's keys, and the tiles of keys that some token sees, one at least. No
 // tokens: there is no tile any more.
 struct __align__(16) Work {
     int row, item, head_kv, tokens, position, length, first, end;
 #if SPLITS > 1
-    int tile, part, parts;  // of the tile's keys: this one, and how many there are
+    int slot, part, parts;  // memory of the first part; of the tile's keys: this one, and how many
 #endif
 #if BY_ROWS
     alignas(16) int request;
@@ -112,7 +114,7 @@ struct __align__(16) Work {
         Work work{of(a.x), of(a.y), of(a.z), of(a.w), of(b.x), of(b.y), of(b.z), of(b.w)};
 #if SPLITS > 1
         const uint4 c = load_shared_16(from + 32);
-        work.tile = of(c.x), work.part = of(c.y), work.parts = of(c.z);
+        work.slot = of(c.x), work.part = of(c.y), work.parts = of(c.z);
 #endif
 #if BY_ROWS
         const uint4 d = load_shared_16(from + (SPLITS > 1 ? 48 : 32));
@@ -122,16 +124,15 @@ struct __align__(16) Work {
         return work;
     }
 #if SPLITS > 1
-    // Of all tiles of keys those of one part; false if there are fewer parts.
-    __device__ __forceinline__ bool take_part(int number) {
-        tile = number / SPLITS, part = number - tile * SPLITS;
-        const int tiles = end - first;
-        const int each =
-            tile < PARTED_TILES ? max((tiles + SPLITS - 1) / SPLITS, LEAST_TILES) : tiles;
-        parts = tokens == 0 ? SPLITS : (tiles + each - 1) / each;
+    // Of all tiles of keys those of this part of so many; of fewer if there is no memory, or if
+    // there are fewer tiles.
+    __device__ __forceinline__ void take_part(int wanted) {
+        const int tiles = end - first,
+                  each = slot + wanted > SLOTS ? tiles : (tiles + wanted - 1) / wanted;
+        parts = (tiles + each - 1) / each;
         end -= part * each, first = max(first, end - each);
-        return part < parts;
     }
+    __device__ __forceinline__ bool is_none() const { return tokens > 0 && part >= parts; }
 #endif
 };
 // The producer tells consumers of a tile here. They read it again when they store, so that they
@@ -237,12 +238,38 @@ struct Requests {
                    : -1;
     }
 };
-// Finds tiles of queries by their numbers, which grow: 32 requests at once, of which `first` is the
-// first, and there are `before` tiles before it.
+// Finds tiles of queries, or parts of their keys, by their numbers, which grow: 32 requests at
+// once, of which `first` is the first, and there are `before` of them before it.
 struct Finder {
     const Requests& of;
     const Call& call;
     int first = 0, before = 0, request = 0;
+#if SPLITS > 1
+    float share = 0.f;  // keys that a block has of all, for each of its queries' tiles
+    int slots = 0;      // of the parts before
+
+    // Keys that a tile of queries sees, of so many.
+    __device__ __forceinline__ float seen(int keys) const {
+        const int most = call.tokens() * WARPGROUPS;
+        return fmaxf(WINDOW ? fminf(keys, static_cast<float>(call.left) + call.right + most) : keys,
+                     0.f);
+    }
+    __device__ __forceinline__ void find_share() {
+        const int most = call.tokens() * WARPGROUPS;
+        float keys = 0.f;
+        for (int request = threadIdx.x % 32; request < of.batch; request += 32) {
+            const int tokens = of.tokens(request).y, length = of.length(request);
+            const float tiles = (tokens + most - 1) / most;
+            keys += tiles * (seen(HIDES_LATER ? length - tokens / 2 : length) + BLOCK_N / 2);
+        }
+#pragma unroll
+        for (int d = 16; d > 0; d /= 2) keys += __shfl_xor_sync(ALL_LANES, keys, d);
+        share = fmaxf(keys * of.heads_kv / gridDim.x, LEAST_SHARE * BLOCK_N);
+    }
+    __device__ __forceinline__ int parts(int length) const {
+        return min(max(static_cast<int>(seen(length) / share + 0.5f), 1), SPLITS);
+    }
+#endif
 
     __device__ __forceinline__ Work find(int number) {
         const int lane = threadIdx.x % 32, most = call.tokens() * WARPGROUPS;
@@ -251,34 +278,56 @@ struct Finder {
             const int2 own = is ? of.tokens(first + lane) : int2{0, 0};
             const int length = is ? of.length(first + lane) : 0;
             const int tiles = (own.y + most - 1) / most;
-            int end = tiles * of.heads_kv;  // of this lane's, and all before
-#pragma unroll
-            for (int d = 1; d < 32; d *= 2) {
-                const int other = __shfl_up_sync(ALL_LANES, end, d);
-                if (lane >= d) end += other;
-            }
+#if SPLITS > 1
+            const int of_tile = parts(length), all = tiles * of.heads_kv * of_tile;
+            const int in_slots = of_tile > 1 ? all : 0, slots_end = sum_before(in_slots);
+#else
+            const int all = tiles * of.heads_kv;
+#endif
+            const int end = sum_before(all);  // of this lane's, and all before
             const unsigned later = __ballot_sync(ALL_LANES, before + end > number);
             if (later == 0) {
                 before += __shfl_sync(ALL_LANES, end, 31);
+#if SPLITS > 1
+                slots += __shfl_sync(ALL_LANES, slots_end, 31);
+#endif
                 continue;
             }
             const int at = __ffs(later) - 1;
             auto of_request = [at](int x) { return __shfl_sync(ALL_LANES, x, at); };
             request = first + at;
             const int begin = of_request(own.x), tokens = of_request(own.y),
-                      of_head = of_request(tiles), item = begin / of.seqlen_q,
-                      within = number - before - of_request(end - tiles * of.heads_kv),
-                      head_kv = within / of_head;
+                      of_head = of_request(tiles), item = begin / of.seqlen_q;
+            int within = number - before - of_request(end - all);
+#if SPLITS > 1
+            const int wanted = of_request(of_tile), part = within % wanted,
+                      slot = slots + of_request(slots_end - in_slots) + within - part;
+            within /= wanted;
+#endif
+            const int head_kv = within / of_head;
             const int token = (of_head - 1 - (within - head_kv * of_head)) * most;
             Work work{begin - item * of.seqlen_q + token, item, head_kv, min(tokens - token, most)};
             work.length = of_request(length);
             work.position = work.length - tokens + token;
             work.end = max(ends(call.visible_keys(work, work.tokens - 1).end), 1);
-            const int seen = call.visible_keys(work, 0).first;
-            work.first = WINDOW ? min(max(seen, 0) / BLOCK_N, work.end - 1) : 0;
+            const int begins = call.visible_keys(work, 0).first;
+            work.first = WINDOW ? min(max(begins, 0) / BLOCK_N, work.end - 1) : 0;
+#if SPLITS > 1
+            work.slot = slot, work.part = part;
+            work.take_part(wanted);
+#endif
             return work;
         }
         return {};
+    }
+    // Of all lanes up to this one.
+    __device__ __forceinline__ static int sum_before(int x) {
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) {
+            const int other = __shfl_up_sync(ALL_LANES, x, d);
+            if (threadIdx.x % 32 >= d) x += other;
+        }
+        return x;
     }
     __device__ __forceinline__ static int ends(int key) { return (key + BLOCK_N - 1) / BLOCK_N; }
 };
@@ -335,6 +384,9 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, Copies copies, co
     const Barriers& barriers = at.barriers;
     const int lane = threadIdx.x % 32;
     Finder finder{requests, call};
+#if SPLITS > 1
+    if (first_warp) finder.find_share();
+#endif
     Ring<STAGES> k_at, v_at;
     Ring<PLACES> place;
     unsigned q_phase = 0;
@@ -347,9 +399,9 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, Copies copies, co
     for (;;) {
 #if BY_ROWS
         if (first_warp) {
-            Work work = finder.find(number / SPLITS);
+            Work work = finder.find(number);
 #if SPLITS > 1
-            while (!work.take_part(number)) take_next(), work = finder.find(number / SPLITS);
+            while (work.is_none()) take_next(), work = finder.find(number);
 #endif
             work.request = finder.request;
             if (CACHE_E4M3 && work.tokens > 0) copies.read_scales(work);
@@ -360,14 +412,12 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, Copies copies, co
         const Work work = Work::load(at.told + place.stage * static_cast<unsigned>(sizeof(Work)));
         const int request = work.request;
 #else
+        const Work work = finder.find(number);
 #if SPLITS > 1
-        Work work = finder.find(number / SPLITS);
-        if (!work.take_part(number)) {
+        if (work.is_none()) {
             take_next();
             continue;
         }
-#else
-        const Work work = finder.find(number);
 #endif
         if (lane == 0) told[place.stage] = work;
         const int& request = finder.request;
@@ -436,10 +486,10 @@ __device__ __forceinline__ bool join_parts(const Work& work, int warp, Consumer:
                                            Softmax& rows, float exponent, const Out& to) {
     if (work.parts == 1) return true;
     constexpr int WARPS = CONSUMERS / 32, VALUES = COLUMNS_V / 8, WORDS = VALUES + 1;
-    const int lane = threadIdx.x % 32, of_warp = work.tile * WARPS + warp;
+    const int lane = threadIdx.x % 32, of_warp = work.slot * WARPS + warp;
     // A word of each lane after the other: values of both rows, and then their m and l.
     auto words_of = [&](int part) {
-        return to.parts + ((work.tile * SPLITS + part) * WARPS + warp) * (WORDS * 32) + lane;
+        return to.parts + ((work.slot + part) * WARPS + warp) * (WORDS * 32) + lane;
     };
     float4* own = words_of(work.part);
 #pragma unroll

@@ -28,7 +28,8 @@ kernel = Family(
         Param(
             "SPLITS",
             (1, 2, 4),
-            "blocks that share a tile's keys; the last one to end joins them",
+            "most blocks that share a tile's keys, where these are more than a fair share of all; "
+            "the last one to end joins them",
             absent=1,
         ),
         Param(
@@ -59,7 +60,8 @@ kernel = Family(
 )
 UNLIMITED = 2**30  # a side of a window
 STRIDES, OF_ROWS = 4, 8
-PARTED_TILES = 256  # of which keys may be shared: memory is held for so many
+SLOTS = 512  # parts of keys that are shared: memory is held for so many rows of 64
+LEAST_SHARE = 8  # tiles of keys: one and a half times it, or of a block's fair share, are shared
 # Registers that ptxas 13 needs besides scores, P and accumulators, from compiling the whole space.
 REST = 30
 # More of them where scores are computed again: of tiles of up to 128 keys, and of larger ones. With
@@ -91,7 +93,7 @@ def tiles_of_queries(c: Config, p: Problem) -> int:
 
 def counters(c: Config) -> int:
     """Words of `turns`: two, and one for each warp of a tile whose keys are shared."""
-    return 2 + (4 * c.WARPGROUPS * PARTED_TILES if c.SPLITS > 1 else 0)
+    return 2 + (4 * SLOTS if c.SPLITS > 1 else 0)
 
 
 def tile_bytes(rows: int, p: Problem) -> int:
@@ -170,11 +172,11 @@ kernel.keep_if(
      lambda c, p, arch: tokens(c, p) < 2 * max(64 // group(p), p.seqlen_q)
      and c.BLOCK_N < 2 * max(64, p.seqlen_k)
      and c.NUM_STAGES <= max(2, ceil_div(p.seqlen_k, c.BLOCK_N))),
-    ("split_grid", "keys are shared where tiles of queries leave SMs idle, into two waves at most",
+    ("split_grid", "keys are shared where tiles of queries leave SMs idle, or lengths are uneven",
      lambda c, p, arch: c.SPLITS == 1 or (
-        tiles_of_queries(c, p) < min(PARTED_TILES, arch.sm_count * c.BLOCKS_PER_SM)
-        and tiles_of_queries(c, p) * c.SPLITS <= 2 * arch.sm_count * c.BLOCKS_PER_SM
-        and 4 * c.SPLITS * c.BLOCK_N <= p.seqlen_k)),
+        (p.layout.lengths  # more than half as many shares as SPLITS, of equal ones
+         or tiles_of_queries(c, p) * (c.SPLITS + 1) <= 2 * arch.sm_count * c.BLOCKS_PER_SM)
+        and LEAST_SHARE * (c.SPLITS - 0.5) * c.BLOCK_N <= p.seqlen_k)),
     by_shape=True,
 )
 # fmt: on
@@ -184,8 +186,7 @@ kernel.keep_if(
 def workspace(c, p):
     sizes = {"turns": 4 * counters(c), "lse": 4 * p.batch * p.heads * p.seqlen_q if c.LSE else 16}
     # Of each row its output in fp32, and two numbers for each of four lanes.
-    rows = PARTED_TILES * c.SPLITS * 64 * c.WARPGROUPS
-    return sizes | ({"parts": rows * (4 * p.head_dim + 32)} if c.SPLITS > 1 else {})
+    return sizes | ({"parts": SLOTS * 64 * (4 * p.head_dim + 32)} if c.SPLITS > 1 else {})
 
 
 @kernel.stage("reset", params=(), constants=())

@@ -29,7 +29,7 @@ RUNS = (
     (2, "LSE=1 BLOCK_N=64 PINGPONG=1", "(1,4,70x640,256) bf16 causal paged(48)"),
     (2, "LSE=1 BLOCK_N=96 MAXIMA=2 WARPGROUPS=3 PINGPONG=1", "(1,12/1,60x640,64) fp16 window(40,0) paged(24)"),
     (3, "LSE=1 BLOCK_N=128 OVERLAP=0 WARPGROUPS=3", "(1,4,200x640,64) bf16 full paged(16,hnd) softcap(30)"),
-    (5, "LSE=1 BLOCK_N=64 WARPGROUPS=1 SPLITS=2", "(2,16/2,20x900,64) bf16 causal paged(16) sinks"),
+    (30, "LSE=1 BLOCK_N=64 WARPGROUPS=1 SPLITS=2", "(2,16/2,20x900,64) bf16 causal paged(16) sinks"),
     (9, "LSE=1 BLOCK_N=64 SPLITS=4", "(1,14/2,9x1700,64) fp16 window(900,3) paged(8) softcap(5)"),
     (1, "LSE=1 BLOCK_N=128", "(1,8/2,130x640,128) bf16 causal paged(1)"),
     (2, "LSE=1 BLOCK_N=96 WARPGROUPS=3", "(1,14/2,60x640,64) fp16 window(100,3) paged(4,hnd) softcap(5) sinks"),
@@ -65,6 +65,9 @@ def test_random_config_of_random_requests_is_right(simulator, drawn_by, number):
     )
     edges = (0, 1, queries, page, page + 1, 63, 65, 129, rng.randint(1, 700))
     lengths = [rng.choice(edges) for _ in range(rng.choice((1, 2, 5, 40 if queries < 20 else 3)))]
+    shared = rng.random() < 0.3  # keys of more than the least fair share
+    if shared:
+        queries, lengths = min(queries, 33), [rng.randint(768, 1600), *lengths[:4], rng.randint(768, 2200)]
     lengths[0] = max(lengths[0], 1)
     left, right = rng.randint(0, 200), rng.randint(0, 4)
     mask = rng.choice(("full", "causal", "causal", f"window({left},0)", f"window({left},{right})"))
@@ -82,8 +85,10 @@ def test_random_config_of_random_requests_is_right(simulator, drawn_by, number):
     values["NUM_STAGES"] = 2 if head_dim * values["BLOCK_N"] > 64 * 128 else values["NUM_STAGES"]
     values["WARPGROUPS"] = 1 if head_dim == 256 else min(values["WARPGROUPS"], 2 if head_dim == 128 else 3)
     values["COPY_WARPS"] = values["COPY_WARPS"] if stored else 4
+    if shared:
+        values |= {"SPLITS": rng.choice((2, 4, 16)), "BLOCK_N": 64}
     values["PINGPONG"] &= values["OVERLAP"] & (values["WARPGROUPS"] > 1)
-    arch = replace(ARCH, sm_count=rng.choice((1, 2, 5, 60)))
+    arch = replace(ARCH, sm_count=60 if shared else rng.choice((1, 2, 5, 60)))
     try:
         case = Case(problem)
         result = simulator.check(KERNEL, Config(values), case, arch=arch, schedules=(0, 1, 2, number + 3))
