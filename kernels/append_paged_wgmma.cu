@@ -138,6 +138,8 @@ struct __align__(16) Work {
 // The producer tells consumers of a tile here. They read it again when they store, so that they
 // keep none of it: by then it may have told of two more.
 constexpr int PLACES = 3;
+// Where the producer is lies behind them: in registers it would spill 16 to 1300 bytes.
+constexpr bool KEPT_PLACE = SPLITS > 1;
 
 // Barriers: full and empty of each stage of K and of V; of Q, empty of all, full of each 64 rows.
 struct Barriers {
@@ -182,7 +184,7 @@ struct Memory {
 #else
           told(v + STAGES * V_BYTES),
 #endif
-          barriers{told + PLACES * static_cast<unsigned>(sizeof(Work))} {
+          barriers{told + PLACES * static_cast<unsigned>(sizeof(Work)) + KEPT_PLACE * 16} {
     }
 };
 // What the consumer asks of a call, and of the request whose tile it has.
@@ -238,16 +240,23 @@ struct Requests {
                    : -1;
     }
 };
-// Finds tiles of queries, or parts of their keys, by their numbers, which grow: 32 requests at
-// once, of which `first` is the first, and there are `before` of them before it.
+// Where a Finder is: 32 requests, of which `first` is the first, and there are `before` tiles or
+// parts before it.
+struct __align__(16) Place {
+    int first, before;
+#if SPLITS > 1
+    int slots;    // of the parts before
+    float share;  // keys that a block has of all, for each of its queries' tiles
+#endif
+};
+// Finds tiles of queries, or parts of their keys, by their numbers, which grow.
 struct Finder {
     const Requests& of;
     const Call& call;
-    int first = 0, before = 0, request = 0;
-#if SPLITS > 1
-    float share = 0.f;  // keys that a block has of all, for each of its queries' tiles
-    int slots = 0;      // of the parts before
+    Place at = {};
+    int request = 0;
 
+#if SPLITS > 1
     // Keys that a tile of queries sees, of so many.
     __device__ __forceinline__ float seen(int keys) const {
         const int most = call.tokens() * WARPGROUPS;
@@ -264,19 +273,19 @@ struct Finder {
         }
 #pragma unroll
         for (int d = 16; d > 0; d /= 2) keys += __shfl_xor_sync(ALL_LANES, keys, d);
-        share = fmaxf(keys * of.heads_kv / gridDim.x, LEAST_SHARE * BLOCK_N);
+        at.share = fmaxf(keys * of.heads_kv / gridDim.x, LEAST_SHARE * BLOCK_N);
     }
     __device__ __forceinline__ int parts(int length) const {
-        return min(max(static_cast<int>(seen(length) / share + 0.5f), 1), SPLITS);
+        return min(max(static_cast<int>(seen(length) / at.share + 0.5f), 1), SPLITS);
     }
 #endif
 
     __device__ __forceinline__ Work find(int number) {
         const int lane = threadIdx.x % 32, most = call.tokens() * WARPGROUPS;
-        for (; first < of.batch; first += 32) {
-            const bool is = first + lane < of.batch;
-            const int2 own = is ? of.tokens(first + lane) : int2{0, 0};
-            const int length = is ? of.length(first + lane) : 0;
+        for (; at.first < of.batch; at.first += 32) {
+            const bool is = at.first + lane < of.batch;
+            const int2 own = is ? of.tokens(at.first + lane) : int2{0, 0};
+            const int length = is ? of.length(at.first + lane) : 0;
             const int tiles = (own.y + most - 1) / most;
 #if SPLITS > 1
             const int of_tile = parts(length), all = tiles * of.heads_kv * of_tile;
@@ -285,23 +294,23 @@ struct Finder {
             const int all = tiles * of.heads_kv;
 #endif
             const int end = sum_before(all);  // of this lane's, and all before
-            const unsigned later = __ballot_sync(ALL_LANES, before + end > number);
+            const unsigned later = __ballot_sync(ALL_LANES, at.before + end > number);
             if (later == 0) {
-                before += __shfl_sync(ALL_LANES, end, 31);
+                at.before += __shfl_sync(ALL_LANES, end, 31);
 #if SPLITS > 1
-                slots += __shfl_sync(ALL_LANES, slots_end, 31);
+                at.slots += __shfl_sync(ALL_LANES, slots_end, 31);
 #endif
                 continue;
             }
-            const int at = __ffs(later) - 1;
-            auto of_request = [at](int x) { return __shfl_sync(ALL_LANES, x, at); };
-            request = first + at;
+            const int which = __ffs(later) - 1;
+            auto of_request = [which](int x) { return __shfl_sync(ALL_LANES, x, which); };
+            request = at.first + which;
             const int begin = of_request(own.x), tokens = of_request(own.y),
                       of_head = of_request(tiles), item = begin / of.seqlen_q;
-            int within = number - before - of_request(end - all);
+            int within = number - at.before - of_request(end - all);
 #if SPLITS > 1
             const int wanted = of_request(of_tile), part = within % wanted,
-                      slot = slots + of_request(slots_end - in_slots) + within - part;
+                      slot = at.slots + of_request(slots_end - in_slots) + within - part;
             within /= wanted;
 #endif
             const int head_kv = within / of_head;
@@ -384,8 +393,11 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, Copies copies, co
     const Barriers& barriers = at.barriers;
     const int lane = threadIdx.x % 32;
     Finder finder{requests, call};
+    Place* kept = reinterpret_cast<Place*>(told + PLACES);
 #if SPLITS > 1
     if (first_warp) finder.find_share();
+    if (KEPT_PLACE && first_warp && lane == 0) *kept = finder.at;
+    __syncwarp();
 #endif
     Ring<STAGES> k_at, v_at;
     Ring<PLACES> place;
@@ -399,10 +411,12 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, Copies copies, co
     for (;;) {
 #if BY_ROWS
         if (first_warp) {
+            if (KEPT_PLACE) finder.at = *kept;
             Work work = finder.find(number);
 #if SPLITS > 1
             while (work.is_none()) take_next(), work = finder.find(number);
 #endif
+            if (KEPT_PLACE && lane == 0) *kept = finder.at;
             work.request = finder.request;
             if (CACHE_E4M3 && work.tokens > 0) copies.read_scales(work);
             if (lane == 0) told[place.stage] = work;
@@ -412,7 +426,10 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, Copies copies, co
         const Work work = Work::load(at.told + place.stage * static_cast<unsigned>(sizeof(Work)));
         const int request = work.request;
 #else
+        if (KEPT_PLACE) finder.at = *kept;
         const Work work = finder.find(number);
+        if (KEPT_PLACE && lane == 0) *kept = finder.at;
+        if (KEPT_PLACE) __syncwarp();
 #if SPLITS > 1
         if (work.is_none()) {
             take_next();

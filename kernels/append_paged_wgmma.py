@@ -110,7 +110,7 @@ def smem_bytes(c: Config, p: Problem) -> int:
     """Bytes of Q, the rings, E4M3 on its way, what the producer tells, and barriers."""
     rows = 64 * c.WARPGROUPS + 2 * c.NUM_STAGES * c.BLOCK_N
     coming = rooms(p) * c.BLOCK_N * p.head_dim
-    told = 3 * 16 * (2 + (c.SPLITS > 1) + by_rows(p))
+    told = 3 * 16 * (2 + (c.SPLITS > 1) + by_rows(p)) + 16 * (c.SPLITS > 1)
     return tile_bytes(rows, p) + coming + told + 32 * c.NUM_STAGES + 8 * (1 + c.WARPGROUPS)
 
 
@@ -120,10 +120,15 @@ def threads(c: Config) -> int:
 
 
 def producer_registers(c: Config, p: Problem) -> int:
-    """Registers of a producer thread: fewest by TMA; to widen E4M3, 56 would spill."""
+    """Registers of a producer thread: fewest by TMA; to widen E4M3, 56 would spill.
+
+    8 more where it also shares keys, without which 12 to 48 bytes spill.
+    """
     if not by_rows(p):
-        return 24
-    return 56 if not p.scales else 72 if c.COPY_WARPS == 4 else 64
+        return 32 if c.SPLITS > 1 else 24
+    if not p.scales:
+        return 56
+    return 72 if c.COPY_WARPS == 4 or (c.SPLITS > 1 and p.mask.kind == "window") else 64
 
 
 def registers_given(c: Config, p: Problem, arch: Arch) -> tuple[int, int]:
@@ -147,6 +152,8 @@ kernel.keep_if(
      and 1 <= c.SPLITS <= 16 and c.COPY_WARPS in (4, 8)),
     ("tiles", "a block has 1 to 3 warpgroups; a tile has 64 to 256 keys, in sixteens",
      lambda c, p, arch: c.WARPGROUPS in (1, 2, 3) and c.BLOCK_N in range(64, 257, 16)),
+    ("parts", "keys are shared of up to 128 columns: to join wider rows spills",
+     lambda c, p, arch: c.SPLITS == 1 or p.head_dim <= 128),
     ("copy_warps", "8 warps copy an E4M3 cache alone, which they widen",
      lambda c, p, arch: c.COPY_WARPS == 4 or bool(p.scales)),
     ("rows_of_warp", "by rows, a tile has at most 128 keys: each of four warps has a key a lane",
