@@ -15,7 +15,7 @@ import attnsweep  # noqa: E402
 from attnsweep.core.scores import Scores  # noqa: E402
 from attnsweep.serve.runtime import operator as serve_operator  # noqa: E402
 from attnsweep.serve.runtime import pytorch_calls, sdpa_patch  # noqa: E402
-from attnsweep.serve.runtime.pytorch_calls import Layout, Steps, aligned, attend  # noqa: E402
+from attnsweep.serve.runtime.pytorch_calls import Layout, Steps, aligned, attend, watched  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -293,7 +293,8 @@ def test_steps_that_call_the_package_settle_by_their_place_too(monkeypatch, plac
     monkeypatch.setattr(operator, "_on_cuda", False)
     monkeypatch.setattr(operator, "short_work", 1e9)
     asked, given = [], leaves(*tensors(seqlen=48))
-    monkeypatch.setattr(serve_operator, "attend", lambda *a, **b: asked.append(1) or attend(*a, **b))
+    for own in (attend, watched):  # of the first such step, and of the next ones
+        monkeypatch.setattr(serve_operator, own.__name__, lambda *a, own=own, **b: asked.append(own) or own(*a, **b))
 
     def steps(count):
         for _ in range(count):
@@ -304,7 +305,8 @@ def test_steps_that_call_the_package_settle_by_their_place_too(monkeypatch, plac
     *_, first = steps(Steps.WATCHED + 1)
     settled = len(asked)
     *_, last = steps(3)
-    assert len(asked) == settled == Steps.WATCHED + 1
+    assert asked == [attend, *[watched] * Steps.WATCHED]
+    assert len(asked) == settled
     assert torch.equal(last, first)
     assert attnsweep.attention(*given).requires_grad
     assert len(asked) == settled + 1, "another place"

@@ -11,7 +11,7 @@ import torch
 
 from .backward_operator import BackwardOperator
 from .call import Call, autocast, dropped, number
-from .call_cache import ShortSteps
+from .call_cache import ShortSteps, transformed
 from .changed_scores import checked
 from .compiled_calls import CompiledCalls
 from .dispatch import Choice, Explanation
@@ -19,7 +19,8 @@ from .gradients import with_gradient
 from .intervals import understood
 from .launcher import Launcher
 from .planner import Planner
-from .pytorch_calls import attend, by_pytorch
+from .pytorch_calls import attend, by_pytorch, watched
+from .sdpa_patch import sdpa
 from .serving_plan import MOST_PLANS
 from .table import Guard, Table
 from .transformers_hook import LazyMask
@@ -194,7 +195,16 @@ class Operator:
         if out is not None:
             return out
         steps = find.find(code, at, query, key, value, is_causal)
-        steps = steps or find.add(code, at, query, key, value, is_causal)
+        if steps is None:
+            steps = find.add(code, at, query, key, value, is_causal)
+        elif (
+            steps.backend is not None  # `attend` watched one that is alike
+            and not (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15
+            and not transformed()
+        ):
+            masks = (None, dropout_p or -0.0, is_causal)
+            out = sdpa(query, key, value, *masks, scale=scale, enable_gqa=enable_gqa)
+            return watched(out, query, key, value, steps)
         how: Any = (None, dropout_p, is_causal)
         given = (query, key, value, *how)
         return attend(*given, scale=scale, enable_gqa=enable_gqa, steps=steps)
