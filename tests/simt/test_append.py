@@ -177,10 +177,35 @@ def test_tokens_of_requests_lie_anywhere_and_nothing_else_is_stored(simulator, w
     assert all(np.array_equal(*each, equal_nan=True) for each in zip(first, again, strict=True))
 
 
+@pytest.mark.nightly(push=1)
+@pytest.mark.parametrize(
+    ("words", "paged"),
+    [
+        ("LSE=1 BLOCK_N=64 WARPGROUPS=1 SPLITS=4", "16"),
+        ("LSE=1 BLOCK_N=64 WARPGROUPS=2 SPLITS=16", "64"),
+        ("LSE=1 BLOCK_N=64 WARPGROUPS=2 SPLITS=4", "2"),
+        ("LSE=1 BLOCK_N=64 WARPGROUPS=2 SPLITS=16 COPY_WARPS=8", "16,e4m3"),
+    ],
+)
+def test_long_requests_among_short_ones_share_their_keys(simulator, words, paged):
+    """Equal calls give equal bits. The 32 requests that a warp looks at together end between two long ones."""
+    lengths = "+".join(f"1x{length}" for length in (*range(1, 34), 1900, 2300, 40, 1500))
+    label = f"(37,8/2,20x2300,64) bf16 causal paged({paged},{lengths},seed70)"
+    call = Call(simulator, label, words, sms=80)
+    counts = [min(20, 1 + length // 60) for length in call.inputs["seqused_k"]]
+    assert [at for at, count in enumerate(counts) if count == 20] == [30, 32, 33]
+    ends = np.cumsum(counts)
+    first = call.assert_right(ends - counts, ends, ends[-1] + 2)
+    again = call.assert_right(ends - counts, ends, ends[-1] + 2, schedule=2)
+    assert all(np.array_equal(*each, equal_nan=True) for each in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("stored", ["", ",e4m3"])
-def test_tokens_pages_and_lengths_that_cannot_be_touch_nothing_outside(simulator, stored):
+def test_tokens_pages_and_lengths_that_cannot_be_touch_nothing_outside(simulator, stored, splits):
     """A simulated run ends if something outside the tensors is read or written. Pages that there are not are zeros."""
-    call = Call(simulator, f"(4,4/2,40x100,64) bf16 full paged(16{stored},4x100)", "LSE=1 BLOCK_N=64")
+    label, words = f"(4,4/2,40x100,64) bf16 full paged(16{stored},4x100)", f"LSE=1 BLOCK_N=64 SPLITS={splits}"
+    call = Call(simulator, label, words)
     pages, blocks = len(call.inputs["k"]), call.inputs["block_table"].shape[1]
     table, lengths = call.inputs["block_table"].copy(), np.int32([100, 2**31 - 1, -(2**31), 16 * blocks])
     table[0, 1:3] = -7, pages
