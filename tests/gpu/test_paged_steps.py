@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 paged = pytest.importorskip("attnsweep.serve.paged_attention")
 
 from engine import served  # noqa: E402
-from packed_step import Step, check  # noqa: E402
+from packed_step import Step, attended, check  # noqa: E402
 
 import attnsweep  # noqa: E402
 
@@ -60,6 +60,41 @@ def test_each_request_attends_to_its_own_keys(shape):
     seen = torch.isfinite(sums)
     assert torch.equal(torch.isfinite(lse), seen)
     torch.testing.assert_close(lse.double()[seen], sums[seen], rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.skipif(not HOPPER, reason="the kernel is Hopper's")
+@pytest.mark.parametrize(("cache", "page"), CACHES)
+def test_long_requests_among_short_ones(cache, page):
+    """Blocks share the keys of the long ones; calls that are equal are so to the bit."""
+    tokens, keys = [*[1] * 30, 70, 1, 20], [*range(1, 31), 9000, 20_000, 5000]
+    step = Step(tokens, keys, device="cuda", heads=8, heads_kv=1, dim=128, cache=cache, page=page)
+    out = by_kernel(step.call)
+    check(out, step.right()[0])
+    assert "SPLITS=4" in explained(step)
+    assert all(torch.equal(step.call(), out) for _ in range(5))
+
+
+def explained(step):
+    """Which kernel serves a step."""
+    from attnsweep.serve import paged_plans, paged_varlen
+
+    given, scales = (step.q, step.k, step.v, step.lengths, step.table), step.scales
+    how = (*(scales if scales is not None else (None, None)), None, None, 0.0, True, (-1, -1), False)
+    call = paged_varlen.understood(*given, *how, step.begins, max(step.tokens))
+    return paged_plans.plan_of(call).why.kernel
+
+
+def test_a_request_of_200_000_tokens():
+    """Each looked-at row is a request of its own in float64."""
+    step = Step([200_000, 1], [200_100, 33], device="cuda", heads=4, heads_kv=1, dim=64)
+    out = by_kernel(step.call) if HOPPER else step.call()
+    k, v = step.keys_of(0)
+    for row in (0, 1, 77_777, 199_999):
+        q = step.q[row : row + 1].double().transpose(0, 1)
+        seen = row + 101
+        right = attended(q, k[:, :seen], v[:, :seen], 64**-0.5, True, (-1, -1)).out
+        check(out[row : row + 1], right.transpose(0, 1))
+    assert torch.isfinite(out).all()
 
 
 @pytest.mark.parametrize(("cache", "page"), CACHES)

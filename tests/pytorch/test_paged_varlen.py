@@ -29,6 +29,18 @@ def test_each_request_attends_to_its_own_keys(tokens, keys):
     check(step.call(), right)
 
 
+def test_a_step_of_no_request_has_no_output():
+    made, cache = torch.zeros(0, 8, 64).bfloat16(), torch.zeros(4, PAGE, 2, 64).bfloat16()
+    none, table = torch.zeros(0, dtype=torch.int32), torch.zeros(0, 2, dtype=torch.int32)
+    how = {"cu_seqlens_q": torch.zeros(1, dtype=torch.int32), "max_seqlen_q": 0, "max_seqlen_k": 0}
+    how |= {"seqused_k": none, "block_table": table, "return_softmax_lse": True}
+    out, lse = attnsweep.flash_attn_varlen_func(made, cache, cache, causal=True, **how)
+    assert (out.shape, lse.shape) == ((0, 8, 64), (8, 0))
+    made, how = torch.zeros(0, 1, 8, 64).bfloat16(), {"cache_seqlens": none, "page_table": table}
+    out, lse = paged.flash_attn_with_kvcache(made, cache, cache, causal=True, return_softmax_lse=True, **how)
+    assert (out.shape, lse.shape) == ((0, 1, 8, 64), (0, 8, 1))
+
+
 @pytest.mark.parametrize(
     ("options", "how"),
     [
