@@ -53,11 +53,6 @@ __device__ void take(Found& all, const Found& one) {
     all.tilt += one.tilt, all.tilt_norm += one.tilt_norm;
 }
 
-__device__ double largest_of_warp(double x) {
-    for (int lanes = 16; lanes > 0; lanes /= 2) x = fmax(x, __shfl_xor_sync(0xffffffffu, x, lanes));
-    return x;
-}
-
 // What a warp finds in one row. floor: the norm below which a row counts as this long.
 template <class T>
 __device__ Found of_row(const typename T::Bits* bits, const double* expected, const double* tilted,
