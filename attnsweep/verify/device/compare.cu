@@ -319,18 +319,18 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 }
 #endif
 #if !PART || PART == 1
-// Many tiles' findings as one, by a block of at most 256 threads.
+// Many tiles' findings as one, by a block of at most 256 threads, of a power of two.
 __device__ void summarise(const Found* found, long long tiles, Found* all) {
     extern __shared__ double shared[];
     Found* of_thread = reinterpret_cast<Found*>(shared);
     Found own = {};
     for (long long i = threadIdx.x; i < tiles; i += blockDim.x) take(own, found[i]);
     of_thread[threadIdx.x] = own;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        for (int i = 1; i < blockDim.x; ++i) take(own, of_thread[i]);
-        *all = own;
+    for (int half = blockDim.x / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) take(of_thread[threadIdx.x], of_thread[threadIdx.x + half]);
     }
+    if (threadIdx.x == 0) *all = of_thread[0];
 }
 extern "C" __global__ void __launch_bounds__(256)
     summary(const Found* found, long long tiles, Found* all) {
