@@ -258,9 +258,9 @@ class Calls:
             count = min(_COLD_JUDGED, len(copies))
             numbers = secrets.SystemRandom().sample(range(len(copies)), count)
             self._look_anew([(number, copies[number]) for number in numbers], proven)
-        counts, digests = self._counts(len(numbers))
         try:
             self._refuse_rows(proven, len(numbers))
+            counts, digests = self._counts(len(numbers))
             judged = self._judge_kept(proven, copies[0], digests) if len(digests) else len(numbers)
             if (counts[0] != counts[1]).any():
                 raise WrongResult(
@@ -358,7 +358,10 @@ class Calls:
     def _look_anew(
         self, copies: Sequence[tuple[int, Mapping[str, Buffer]]], proven: Proven
     ) -> None:
-        """Enqueue a look at rows of outputs on inputs drawn anew, and the same calls once more."""
+        """Enqueue a look at rows of outputs on inputs drawn anew, and the same calls once more.
+
+        The host judges the rows while the device makes the calls.
+        """
         self._comparer.clear()
         self._kept = 0, 0
         for slot, (number, at) in enumerate(copies):
@@ -369,12 +372,13 @@ class Calls:
             else:
                 cast(BoundCall, proven.call).turn(number, back=True, every=False)
             self.timed.judge_rows(slot, at, lse)
-            if proven.deterministic:
-                for name in self.timed.outputs:
-                    self._comparer.digest(at[name], slot, poison=True)
-                proven.call.enqueue(number)
-                for name in self.timed.outputs:
-                    self._comparer.digest(at[name], len(copies) + slot)
+        self._comparer.send(len(copies) * len(self.timed.outputs))
+        for slot, (number, at) in enumerate(copies if proven.deterministic else ()):
+            for name in self.timed.outputs:
+                self._comparer.digest(at[name], slot, poison=True)
+            proven.call.enqueue(number)
+            for name in self.timed.outputs:
+                self._comparer.digest(at[name], len(copies) + slot)
 
     def _look_at_kept(self, proven: Proven, which: int, first: int) -> None:
         """Enqueue digests of all kept outputs of a warm replay; `which` is judged in its rows."""
