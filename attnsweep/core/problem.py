@@ -369,7 +369,7 @@ class Problem:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of a call's inputs: q, k, v, and what else there is, as `op.inputs` has them."""
-        return tuple(tensor.name for tensor in self.op.inputs(self))
+        return _tensors(self)[0]
 
     @property
     def values(self) -> tuple[str, ...]:
@@ -389,12 +389,11 @@ class Problem:
     @property
     def outputs(self) -> tuple[str, ...]:
         """Names of a call's outputs."""
-        return tuple(tensor.name for tensor in self.op.outputs(self))
+        return _tensors(self)[1]
 
     def tensor(self, name: str) -> Tensor:
         """An input or output of a call, or what a callable may return beside."""
-        tensors = (*self.op.inputs(self), *self.op.written(self))
-        return next(each for each in tensors if each.name == name)
+        return _tensors(self)[2][name]
 
     def bytes_of(self, tensor: str) -> int:
         """Bytes of such a tensor."""
@@ -454,6 +453,14 @@ class Problem:
 def _of_bytes(facts: bytes) -> Problem:
     """The problem of facts as marshal writes them: the rows of a run share one."""
     return Problem.of(marshal.loads(facts))
+
+
+@lru_cache(maxsize=256)  # judging a call asks for them, dozens of times
+def _tensors(p: Problem) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, Tensor]]:
+    """Names of the inputs, names of the outputs, and all tensors by name."""
+    inputs, outputs = p.op.inputs(p), p.op.outputs(p)
+    every = {each.name: each for each in (*p.op.written(p), *inputs)}
+    return tuple(each.name for each in inputs), tuple(each.name for each in outputs), every
 
 
 def _all_bytes(p: Problem) -> int:

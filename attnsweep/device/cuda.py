@@ -296,6 +296,10 @@ class CudaSession:
         event.record(self.stream)
         return event
 
+    def wait(self, event: Any) -> None:
+        """Wait until the device has come to a recorded event."""
+        event.synchronize()
+
     def elapsed_us(self, begin: Any, end: Any) -> float:
         """Device time between two recorded events; waits for the second."""
         end.synchronize()

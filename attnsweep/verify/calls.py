@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attnsweep.core.long_problems import is_long
-from attnsweep.core.timings import proved, proves
+from attnsweep.core.timings import proved, proves, proving
 from attnsweep.device.bound_call import BoundCall
 from attnsweep.device.buffers import POISON, Buffer
 from attnsweep.device.cuda import CudaSession
@@ -89,6 +90,8 @@ class Calls:
         self._cold: tuple[int, Any] | None = None
         """The content of the cold copies' inputs, and their regions."""
         self._preparation: tuple[Any, Any] | None = None
+        self._looked: tuple[Any, Any] | None = None
+        """Events around the look at a replay's outputs, which is yet to be judged."""
         self._kept = 0, 0
         """The kept output that is judged in the replay that was looked at, and how many it kept."""
         self._tables: dict[tuple[tuple[int, int], ...], LaunchRecords] = {}
@@ -219,16 +222,19 @@ class Calls:
                 for name in self.timed.outputs:
                     copy[name].fill(POISON)
 
-    def look(self, proven: Proven) -> None:
-        """Enqueue a look at the output; `end` is then to be told that it is `looked` at.
+    def look(self, proven: Proven, copies: Sequence[Mapping[str, Buffer]] = ()) -> None:
+        """Enqueue a look at the outputs; `end` is then to be told that they are `looked` at.
 
-        To be called while the device replays calls, next to which it takes no time.
+        copies: cold ones, of which some at random are judged; their inputs are drawn anew. To be
+        called while the device replays calls, next to which it takes no time.
         """
+        began = self._session.record()
         if self.timed.content:
-            self._look_anew([(0, self.timed.buffers)], proven)
+            self._look_at_some([self.timed.buffers, *copies], proven)
         else:
             self._look_at([self.outputs], proven)
-        self.timed.draw_ahead()
+            self.timed.draw_ahead()
+        self._looked = began, self._session.record()
 
     def end(
         self,
@@ -244,24 +250,40 @@ class Calls:
         Returns the number of calls whose outputs were judged, or are equal to a judged one.
         """
         self._count_prepared()
-        if self.timed.content:
-            return self._compare_drawn(proven, [self.timed.buffers, *copies], looked)
-        self._compare_outputs(proven, [self.outputs, *copies], looked)
-        return 1 + len(copies)
+        with self._looking():
+            if self.timed.content:
+                return self._compare_drawn(proven, [self.timed.buffers, *copies], looked)
+            self._compare_outputs(proven, [self.outputs, *copies], looked)
+            return 1 + len(copies)
 
-    @proves("replays")
+    @contextlib.contextmanager
+    def _looking(self) -> Iterator[None]:
+        """Count the seconds inside as a proof of replays, or the device's since the replay.
+
+        These are more where the host took longer to enqueue the look than the device to replay.
+        """
+        (looked, self._looked), began = (self._looked, None), time.perf_counter()
+        with proving("replays"):
+            yield
+        if looked is not None:
+            spent_s = time.perf_counter() - began
+            proved("replays", max(0.0, self._session.elapsed_us(*looked) / 1e6 - spent_s))
+
+    def _look_at_some(self, copies: Sequence[Mapping[str, Buffer]], proven: Proven) -> None:
+        numbers = range(len(copies))
+        chosen = secrets.SystemRandom().sample(numbers, min(_COLD_JUDGED, len(copies)))
+        self._look_anew([(number, copies[number]) for number in chosen], proven)
+
     def _compare_drawn(
         self, proven: Proven, copies: Sequence[Mapping[str, Buffer]], looked: bool
     ) -> int:
-        numbers = [0]
         if not looked:
-            count = min(_COLD_JUDGED, len(copies))
-            numbers = secrets.SystemRandom().sample(range(len(copies)), count)
-            self._look_anew([(number, copies[number]) for number in numbers], proven)
-        counts, digests = self._counts(len(numbers))
+            self._look_at_some(copies, proven)
+        chosen = min(_COLD_JUDGED, len(copies))
         try:
-            self._refuse_rows(proven, len(numbers))
-            judged = self._judge_kept(proven, copies[0], digests) if len(digests) else len(numbers)
+            self._refuse_rows(proven, chosen)
+            counts, digests = self._counts(chosen)
+            judged = self._judge_kept(proven, copies[0], digests) if len(digests) else chosen
             if (counts[0] != counts[1]).any():
                 raise WrongResult(
                     "a race, or an answer kept from an earlier call: a timed call gave another "
@@ -358,7 +380,10 @@ class Calls:
     def _look_anew(
         self, copies: Sequence[tuple[int, Mapping[str, Buffer]]], proven: Proven
     ) -> None:
-        """Enqueue a look at rows of outputs on inputs drawn anew, and the same calls once more."""
+        """Enqueue a look at rows of outputs on inputs drawn anew, and the same calls once more.
+
+        The host judges the rows while the device makes the calls.
+        """
         self._comparer.clear()
         self._kept = 0, 0
         for slot, (number, at) in enumerate(copies):
@@ -369,12 +394,13 @@ class Calls:
             else:
                 cast(BoundCall, proven.call).turn(number, back=True, every=False)
             self.timed.judge_rows(slot, at, lse)
-            if proven.deterministic:
-                for name in self.timed.outputs:
-                    self._comparer.digest(at[name], slot, poison=True)
-                proven.call.enqueue(number)
-                for name in self.timed.outputs:
-                    self._comparer.digest(at[name], len(copies) + slot)
+        self._comparer.send(len(copies) * len(self.timed.outputs))
+        for slot, (number, at) in enumerate(copies if proven.deterministic else ()):
+            for name in self.timed.outputs:
+                self._comparer.digest(at[name], slot, poison=True)
+            proven.call.enqueue(number)
+            for name in self.timed.outputs:
+                self._comparer.digest(at[name], len(copies) + slot)
 
     def _look_at_kept(self, proven: Proven, which: int, first: int) -> None:
         """Enqueue digests of all kept outputs of a warm replay; `which` is judged in its rows."""
@@ -389,7 +415,6 @@ class Calls:
         self._comparer.look(self._tables[memory], first, 0)
         self._kept = which, len(memory)
 
-    @proves("replays")
     def _compare_outputs(
         self, proven: Proven, copies: Sequence[Mapping[str, Buffer]], looked: bool
     ) -> None:

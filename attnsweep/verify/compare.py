@@ -138,6 +138,8 @@ class Comparer:
         self._plain.fill(0)
         self._counts = Buffer(self.SLOTS * 8)
         self._host = session.pinned((self.SLOTS,), np.uint64)
+        self._records = session.pinned((self.SLOTS, len(_FOUND)), np.float64)
+        self._sent: Any = None
         self._functions: dict[tuple[str, int], Any] = {}
         self._gathered: dict[str, Buffer] = {}
 
@@ -467,6 +469,7 @@ class Comparer:
 
     def clear(self) -> None:
         """Set every count to zero and every finding to NaN: what is not written then is wrong."""
+        self._sent = None
         self._counts.fill(0)
         self._found.fill(POISON)
 
@@ -481,12 +484,21 @@ class Comparer:
         found = self.found(cases * outputs)
         return [found[at : at + outputs] for at in range(0, len(found), outputs)]
 
+    def send(self, slots: int) -> None:
+        """Enqueue a copy of the first findings, so that `found` waits for no work behind it."""
+        self._found.download(self._records[:slots], self._session.stream)
+        self._sent = self._session.record()
+
     def found(self, slots: int) -> list[dict[str, float]]:
-        """The findings of the first `slots` slots of `compare`, after all work before."""
-        self._session.synchronize()
-        records = np.empty((slots, len(_FOUND)))
-        self._found.download(records)
-        return [dict(zip(_FOUND, map(float, record), strict=True)) for record in records]
+        """The findings of the first `slots` slots of `compare`, after all work before, or as sent.
+
+        Not of more slots than were sent.
+        """
+        if self._sent is None:
+            self.send(slots)
+        self._session.wait(self._sent)
+        self._sent = None
+        return [dict(zip(_FOUND, one, strict=True)) for one in self._records[:slots].tolist()]
 
 
 def row_bytes(problem: Problem) -> int:

@@ -76,9 +76,9 @@ class Kernels:
             own, words = mixed(np.uint64(slot + 1)), buffer.of(np.uint32)
             for content in (before, every[call]):
                 if content:
-                    drawn = mixed(content ^ own ^ numbered(words)) >> np.uint64(32)
+                    drawn = mixed(content ^ own ^ numbered(words[::2])).view(np.uint32)  # two of each
                     may = 0x000F000F | (0x80008000 if signs == 1 else 0)
-                    words ^= drawn.astype(np.uint32) & np.uint32(may)
+                    words ^= drawn[: len(words)] & np.uint32(may)
 
     def digest_parts(self, buffer: Buffer, sums: Buffer, first: int, parts: int) -> None:
         words = buffer.of(np.uint32)

@@ -177,6 +177,9 @@ class Device:
     def elapsed_us(self, begin: float, end: float) -> float:
         return end - begin
 
+    def wait(self, event: float) -> None:
+        """What was launched before it has ended."""
+
     def synchronize(self) -> None:
         """A launch has ended when it returns."""
 

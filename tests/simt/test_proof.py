@@ -5,13 +5,14 @@ A call is a function in Python that writes to the buffers which a GPU's would.
 
 import itertools
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from attnsweep.compile.launches import Candidate, LaunchPlan
-from attnsweep.core import cases
+from attnsweep.core import cases, timings
 from attnsweep.core.cases import Case
 from attnsweep.core.layouts import Packed, Padded
 from attnsweep.core.masks import CAUSAL, pattern
@@ -249,6 +250,26 @@ def test_every_copy_is_compared_also_beyond_the_slots(wrong, deterministic, benc
     all_of[wrong]["o"].of(np.uint16)[33] ^= 0x4000
     with pytest.raises(WrongResult):
         bench.proof.end(proven, copies)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_cold_copies_are_looked_at_while_the_device_replays(wrong, device, no_small_cases, monkeypatch):
+    bench = Bench(device, PROBLEM)
+    _, proven = bench.prove(attend)
+    copies = bench.call.copies = copies_of(bench, 3)
+    bench.proof.begin_cold(copies)
+    for buffers in (bench.proof.timed.buffers, *copies):
+        attend(PROBLEM, buffers)
+    if wrong:
+        copies[1]["o"].of(np.uint16)[33] ^= 0x0001  # of the last bit, which float64 does not refuse
+    timings.proof_taken()
+    monkeypatch.setattr(Device, "elapsed_us", lambda device, begin, end: 5e6)
+    bench.proof.look(proven, copies)
+    refused = pytest.raises(WrongResult, match="another output than the same call alone") if wrong else nullcontext()
+    with refused:
+        assert bench.proof.end(proven, copies, looked=True) == 4
+    # Of the drawing of inputs, and of the look, which the device was not done with earlier.
+    assert timings.proof_taken()["replays"] >= (5.0 if wrong else 9.9)
 
 
 def test_a_family_without_equal_bits_is_compared_on_mixed_inputs(bench):

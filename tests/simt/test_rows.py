@@ -119,6 +119,8 @@ def test_inputs_drawn_anew_have_the_sizes_of_before_and_come_back(dtype, device)
     assert (contents[0]["q"] ^ made["q"]).ravel()[:900].tolist() != (contents[0]["k"] ^ made["k"]).ravel()[
         :900
     ].tolist()
+    drawn = (contents[0]["k"] ^ made["k"]).view(np.uint32).reshape(-1, 2)
+    assert (drawn[:, 0] != drawn[:, 1]).mean() > 0.9  # which have halves of one number
     judge.redraw(regions, 2**63 + 5, 0)
     for name in "qkv":
         assert (at[name].of(made[name].dtype).reshape(made[name].shape) == made[name]).all()

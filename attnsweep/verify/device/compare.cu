@@ -53,11 +53,6 @@ __device__ void take(Found& all, const Found& one) {
     all.tilt += one.tilt, all.tilt_norm += one.tilt_norm;
 }
 
-__device__ double largest_of_warp(double x) {
-    for (int lanes = 16; lanes > 0; lanes /= 2) x = fmax(x, __shfl_xor_sync(0xffffffffu, x, lanes));
-    return x;
-}
-
 // What a warp finds in one row. floor: the norm below which a row counts as this long.
 template <class T>
 __device__ Found of_row(const typename T::Bits* bits, const double* expected, const double* tilted,
@@ -324,18 +319,18 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 }
 #endif
 #if !PART || PART == 1
-// Many tiles' findings as one, by a block of at most 256 threads.
+// Many tiles' findings as one, by a block of at most 256 threads, of a power of two.
 __device__ void summarise(const Found* found, long long tiles, Found* all) {
     extern __shared__ double shared[];
     Found* of_thread = reinterpret_cast<Found*>(shared);
     Found own = {};
     for (long long i = threadIdx.x; i < tiles; i += blockDim.x) take(own, found[i]);
     of_thread[threadIdx.x] = own;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        for (int i = 1; i < blockDim.x; ++i) take(own, of_thread[i]);
-        *all = own;
+    for (int half = blockDim.x / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) take(of_thread[threadIdx.x], of_thread[threadIdx.x + half]);
     }
+    if (threadIdx.x == 0) *all = of_thread[0];
 }
 extern "C" __global__ void __launch_bounds__(256)
     summary(const Found* found, long long tiles, Found* all) {
@@ -380,7 +375,8 @@ __device__ bool in_fours(const void* at) {
     return reinterpret_cast<unsigned long long>(at) % sizeof(Four) == 0;
 }
 // Gives `use` each word from words[first] on, with its place, and writes what it returns if
-// `write`. All threads of gridDim.x blocks share the words.
+// `write`. All threads of gridDim.x blocks share the words. From the first word on, the compiler
+// sees which places of four words are even.
 template <class Use>
 __device__ void each_word(unsigned* words, long long first, long long end, bool write, Use use) {
     long long fours = in_fours(words + first) && end > first ? (end - first) / 4 : 0;
@@ -396,7 +392,8 @@ __device__ void each_word(unsigned* words, long long first, long long end, bool 
             if (i + step * all >= fours) continue;
 #pragma unroll
             for (int word = 0; word < 4; ++word)
-                read[step].at[word] = use(read[step].at[word], first + 4 * (i + step * all) + word);
+                read[step].at[word] =
+                    use(read[step].at[word], first + (4 * (i + step * all) | word));
             if (write) at[i + step * all] = read[step];
         }
     }
@@ -524,9 +521,11 @@ extern "C" __global__ void __launch_bounds__(256)
 // on average, and so were scores' deviations; kernels that take maxima only where they must were
 // timed as 3 to 6 % slower on short calls.) In FP8 whole mantissas change. In other formats those
 // of zeros and subnormals stay: as 1e-39, a zero of Q made a kernel that scales rows twice as slow.
-// Content 0 is the inputs as they were made.
+// Content 0 is the inputs as they were made. Two words share a number: with one for each, drawing
+// them took longer than reading and writing them.
 __device__ unsigned drawn(unsigned long long content, long long i) {
-    return content ? mixed(content ^ i * 0x9E3779B97F4A7C15ull) >> 32 : 0;
+    unsigned long long of_two = mixed(content ^ (i >> 1) * 0x9E3779B97F4A7C15ull);
+    return content ? of_two >> (i & 1) * 32 : 0;
 }
 __device__ unsigned to_draw(unsigned word, bool signs) {
 #if DTYPE_E4M3

@@ -305,6 +305,30 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
     }
 }
 
+// Sums each of COUNT values over as many lanes in a row: a lane gets the sum of value lane % COUNT.
+// They share them out at each step: COUNT - 1 exchanges, where a sum in all lanes takes five each.
+template <int COUNT>
+__device__ double shared_out(const double (&values)[COUNT]) {
+    double kept[COUNT / 2];
+#pragma unroll
+    for (int i = 0; i < COUNT / 2; ++i) {
+        bool upper = threadIdx.x & COUNT / 2;
+        double given = upper ? values[i] : values[i + COUNT / 2];
+        kept[i] = upper ? values[i + COUNT / 2] : values[i];
+        kept[i] += __shfl_xor_sync(0xffffffffu, given, COUNT / 2);
+    }
+    return shared_out(kept);
+}
+template <>
+__device__ double shared_out(const double (&one)[1]) {
+    return one[0];
+}
+
+__device__ double largest_of_warp(double x) {
+    for (int lanes = 16; lanes > 0; lanes /= 2) x = fmax(x, __shfl_xor_sync(0xffffffffu, x, lanes));
+    return x;
+}
+
 // The output of one query by a block of 256 threads, of which each warp takes some of the keys.
 // Returns where it is in shared memory; there is room for head_dim + 8 * (value_dim + 2) doubles.
 template <class T, class S>
@@ -314,7 +338,10 @@ __device__ const double* attend_row(const void* q_all, const void* k_all, const 
                                     S all_scales, Seen keys, Scores how) {
     extern __shared__ double shared[];
     using Bits = typename T::Bits;
-    constexpr int WARPS = 8, KEYS = 4;  // of a warp at once, which hides how long reads take
+    // A warp takes KEYS keys at once, whose reads are under way together; two lanes have the score
+    // of each. With four keys, and a score in all lanes, it waited for reads and sums four times as
+    // often.
+    constexpr int WARPS = 8, KEYS = 16;
     double *q_row = shared, *parts = q_row + head_dim, *sums = parts + WARPS * value_dim;
     double* largests = sums + WARPS;
     const Bits* q = static_cast<const Bits*>(q_all) + (head * seqlen_q + row) * head_dim;
@@ -329,32 +356,36 @@ __device__ const double* attend_row(const void* q_all, const void* k_all, const 
     keys.keys_of(head, row, low, high, seqlen_k, first, end);
     double sum = 0, largest = -1e300;
     for (int key = max(0, first) + warp * KEYS; key < end; key += WARPS * KEYS) {
-        double s[KEYS] = {}, grown = largest, more = 0;
-        const Bits* rows[KEYS];
-        for (int i = 0; i < KEYS; ++i)
-            rows[i] = k + static_cast<long long>(min(key + i, seqlen_k - 1)) * head_dim;
-        for (int d = lane; d < head_dim; d += 32)
-            for (int i = 0; i < KEYS; ++i) s[i] += q_row[d] * T::value(rows[i][d]);
-        for (int i = 0; i < KEYS; ++i) {
-            s[i] = over_warp(s[i]);
-            bool seen = key + i < end && keys.pair(head, row, key + i, seqlen_q, seqlen_k);
-            s[i] = seen ? how.of<T>(s[i] * scales.of_k(key + i) * scale, head, row, key + i,
-                                    seqlen_q, seqlen_k)
-                        : -1e300;
-            grown = fmax(grown, s[i]);
+        double s[KEYS] = {};
+        int last = end - 1 - key;  // the last of these keys that there is
+#pragma unroll 2
+        for (int d = lane; d < head_dim; d += 32) {
+            const Bits* at = k + static_cast<long long>(key) * head_dim + d;
+            double of_q = q_row[d];
+#pragma unroll
+            for (int i = 0; i < KEYS; ++i) s[i] += of_q * T::value(at[min(i, last) * head_dim]);
         }
-        double shrink = exp(largest - grown);
+        int mine = key + lane % KEYS;
+        double score = shared_out(s);
+        score += __shfl_xor_sync(0xffffffffu, score, KEYS);  // of the columns of other lanes
+        bool seen = mine < end && keys.pair(head, row, mine, seqlen_q, seqlen_k);
+        score =
+            seen ? how.of<T>(score * scales.of_k(mine) * scale, head, row, mine, seqlen_q, seqlen_k)
+                 : -1e300;
+        double grown = fmax(largest, largest_of_warp(score)), shrink = exp(largest - grown);
+        double weight = score > -1e299 ? exp(score - grown) : 0.;
         largest = grown;
-        for (int i = 0; i < KEYS; ++i) {
-            int at = min(key + i, seqlen_k - 1);
-            s[i] = s[i] > -1e299 ? exp(s[i] - grown) : 0.;
-            more += s[i], s[i] *= scales.of_v(at);
-            rows[i] = v + static_cast<long long>(at) * value_dim;
-        }
-        sum = sum * shrink + more;
+        sum = sum * shrink + over_warp(lane < KEYS ? weight : 0.);
+        weight *= scales.of_v(min(mine, end - 1));
+#pragma unroll
+        for (int i = 0; i < KEYS; ++i) s[i] = __shfl_sync(0xffffffffu, weight, i);
+#pragma unroll 2
         for (int d = lane; d < value_dim; d += 32) {
+            const Bits* at = v + static_cast<long long>(key) * value_dim + d;
             double all = own[d] * shrink;
-            for (int i = 0; i < KEYS; ++i) all += s[i] * unless_nan(T::value(rows[i][d]));
+#pragma unroll
+            for (int i = 0; i < KEYS; ++i)
+                all += s[i] * unless_nan(T::value(at[min(i, last) * value_dim]));
             own[d] = all;
         }
     }
