@@ -138,8 +138,8 @@ struct __align__(16) Work {
 // The producer tells consumers of a tile here. They read it again when they store, so that they
 // keep none of it: by then it may have told of two more.
 constexpr int PLACES = 3;
-// Where the producer is lies behind them: in registers it would spill 16 to 1300 bytes.
-constexpr bool KEPT_PLACE = SPLITS > 1;
+// Where a producer of many warps is lies behind them: in registers it would spill 28 bytes.
+constexpr bool KEPT_PLACE = BY_ROWS && SPLITS > 1;
 
 // Barriers: full and empty of each stage of K and of V; of Q, empty of all, full of each 64 rows.
 struct Barriers {
@@ -426,10 +426,7 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, Copies copies, co
         const Work work = Work::load(at.told + place.stage * static_cast<unsigned>(sizeof(Work)));
         const int request = work.request;
 #else
-        if (KEPT_PLACE) finder.at = *kept;
         const Work work = finder.find(number);
-        if (KEPT_PLACE && lane == 0) *kept = finder.at;
-        if (KEPT_PLACE) __syncwarp();
 #if SPLITS > 1
         if (work.is_none()) {
             take_next();

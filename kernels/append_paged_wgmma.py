@@ -110,7 +110,7 @@ def smem_bytes(c: Config, p: Problem) -> int:
     """Bytes of Q, the rings, E4M3 on its way, what the producer tells, and barriers."""
     rows = 64 * c.WARPGROUPS + 2 * c.NUM_STAGES * c.BLOCK_N
     coming = rooms(p) * c.BLOCK_N * p.head_dim
-    told = 3 * 16 * (2 + (c.SPLITS > 1) + by_rows(p)) + 16 * (c.SPLITS > 1)
+    told = 3 * 16 * (2 + (c.SPLITS > 1) + by_rows(p)) + 16 * (c.SPLITS > 1 and by_rows(p))
     return tile_bytes(rows, p) + coming + told + 32 * c.NUM_STAGES + 8 * (1 + c.WARPGROUPS)
 
 
