@@ -92,10 +92,11 @@ struct Tiles {
     }
 };
 
-// Parts of tiles for which there is memory, and the least tiles of keys that are a fair share. A
-// tile of one and a half shares or more is shared: such parts are at most 4/3 of the blocks, and
-// twice that where requests have no keys but their own queries'. What has no memory is not shared.
-constexpr int SLOTS = 512 / WARPGROUPS, LEAST_SHARE = 8;
+// Parts of tiles for which there is memory; the least tiles of keys that are a fair share; and the
+// tiles that could be computed while parts are joined. A tile of one and a half shares or more is
+// shared: such parts are at most 4/3 of the blocks, and twice that where requests have no keys but
+// their own queries'. What has no memory is not shared.
+constexpr int SLOTS = 512 / WARPGROUPS, LEAST_SHARE = 8, JOINING = 4;
 // A tile of queries: its first row of an item, the key head, the tokens that there are, the first
 // one's own key, the request's keys, and the tiles of keys that some token sees, one at least. No
 // tokens: there is no tile any more.
@@ -266,6 +267,7 @@ struct Finder {
     __device__ __forceinline__ void find_share() {
         const int most = call.tokens() * WARPGROUPS;
         float keys = 0.f;
+#pragma unroll 4
         for (int request = threadIdx.x % 32; request < of.batch; request += 32) {
             const int tokens = of.tokens(request).y, length = of.length(request);
             const float tiles = (tokens + most - 1) / most;
@@ -273,7 +275,7 @@ struct Finder {
         }
 #pragma unroll
         for (int d = 16; d > 0; d /= 2) keys += __shfl_xor_sync(ALL_LANES, keys, d);
-        at.share = fmaxf(keys * of.heads_kv / gridDim.x, LEAST_SHARE * BLOCK_N);
+        at.share = fmaxf(keys * of.heads_kv / gridDim.x + JOINING * BLOCK_N, LEAST_SHARE * BLOCK_N);
     }
     __device__ __forceinline__ int parts(int length) const {
         return min(max(static_cast<int>(seen(length) / at.share + 0.5f), 1), SPLITS);

@@ -72,7 +72,7 @@ CASES = {
     "appended, fp8": Case(Problem.parse("(4,8/2,40x200,64) bf16 causal paged(16,e4m3,1x200+1x65+1x17+1x100)")),
     "appended, page 1": Case(Problem.parse("(4,8/2,40x200,64) bf16 causal paged(1,1x200+1x65+1x17+1x100)")),
     "appended, parts": Case(Problem.parse("(2,8/2,8x1000,64) bf16 causal paged(16,1x1000+1x300)")),
-    "appended, four parts": Case(Problem.parse("(2,16/2,30x2600,64) bf16 causal paged(16,1x2600+1x300)")),
+    "appended, four parts": Case(Problem.parse("(3,16/2,30x2600,64) bf16 causal paged(16,2x2600+1x30)")),
     "appended, many requests": Case(Problem.parse("(40,2/1,3x40,64) bf16 causal paged(8,40x40)")),
     "appended, window": Case(Problem.parse("(4,10/2,40x300,64) fp16 window(70,0) paged(64,1x300+1x65+1x17+1x200)")),
     "many pages": Case(Problem.parse("(2,2/1,1x4400,64) fp16 full paged(16,1x4400+1x70)")),
