@@ -78,7 +78,7 @@ def pack_code(folder: Path) -> None:
     names, made = {path.stem for path in folder.glob("*.cubin.xz")}, io.BytesIO()
     if not names:
         return
-    with tarfile.open(fileobj=made, mode="w", format=tarfile.USTAR_FORMAT) as file:
+    with tarfile.open(fileobj=made, mode="w", format=tarfile.PAX_FORMAT) as file:
         for name in sorted({*packed_code(folder), *names}):
             data = read_code(folder / f"{name}.xz")
             entry = tarfile.TarInfo(name)

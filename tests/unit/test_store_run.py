@@ -593,16 +593,19 @@ def test_a_packed_run_has_the_same_rows_and_the_same_bytes_each_time(tmp_path):
 
 
 def test_a_packed_run_has_its_winners_code_in_one_archive(tmp_path):
+    long = f"{'128-' * 30}a.fwd.cubin.xz"  # a problem of many lengths; a plain archive has names of up to 100
     for name in ("one", "two"):
         with Store.open(tmp_path / name) as store:
             store.append(trial(32))
             for stage in ("fwd", "combine"):
                 store.keep(f"a.{stage}.cubin.xz", lzma.compress(stage.encode() * 1000))
+            store.keep(long, lzma.compress(b"long" * 1000))
         pack(tmp_path / name)
     one, two = (tmp_path / name / "cubins" for name in ("one", "two"))
     assert [path.name for path in one.iterdir()] == ["cubins.tar.xz"]
     assert (one / "cubins.tar.xz").read_bytes() == (two / "cubins.tar.xz").read_bytes()
     assert read_code(one / "a.combine.cubin.xz") == b"combine" * 1000
+    assert read_code(one / long) == b"long" * 1000
     with pytest.raises(FileNotFoundError):
         read_code(one / "b.fwd.cubin.xz")
     # What is kept later stands before what is packed, and joins it.
