@@ -30,6 +30,9 @@ from attnsweep.store.store import Writer
 _AGAIN = "record again: attnsweep run SPEC --fresh, then attnsweep accept"
 
 
+_LONGEST = 150  # characters of a problem in a file's name
+
+
 class _Code(BaseModel):
     """The JSON next to the cubins. Paths in the launches are names in the same directory."""
 
@@ -45,6 +48,8 @@ _LAUNCHES: TypeAdapter[Plan] = TypeAdapter(Plan)
 
 def _name(problem: Problem, kernel: str) -> str:
     slug = re.sub(r"[^a-z0-9]+", "-", problem.label.lower()).strip("-")
+    if len(slug) > _LONGEST:  # a file's name has up to 255 bytes, and a cache may have many lengths
+        slug = f"{slug[:_LONGEST]}-{hashlib.sha256(slug.encode()).hexdigest()[:16]}"
     return f"{slug}.{kernel}"
 
 

@@ -19,9 +19,11 @@ from attnsweep.compile.candidate import Build
 from attnsweep.core.errors import KernelError, NoGpuError, SpaceError
 from attnsweep.core.files import read_code
 from attnsweep.core.hardware import arch_on
-from attnsweep.core.trial import Status
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import OURS, Status
 from attnsweep.family import time_limit
 from attnsweep.family.discover import discover
+from attnsweep.store import code as kept_code
 from attnsweep.store.run import pack, read_trials
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -172,6 +174,19 @@ def test_ctrl_c_keeps_what_is_measured(go, gpu, tmp_path):
     gpu.calls.clear()
     assert go().exit_code == 0
     assert len(gpu.names("trial")) == 3 - len(kept)
+
+
+def test_code_of_problems_with_long_names_is_kept_apart(go, monkeypatch, tmp_path):
+    """A cache of 60 lengths has a label of 500 characters; a file's name has up to 255 bytes."""
+    lengths = "+".join(f"1x{length}" for length in range(3941, 4001))
+    long = Problem.parse(f"(60,8/2,1x4000,64) bf16 causal paged(16,{lengths})")
+    assert len(kept_code._name(long, "decode_paged_mma")) < 200
+    monkeypatch.setattr(kept_code, "_LONGEST", 4)
+    run = go(SPEC.replace("seqlen: 256", "seqlen: [256, 512]")).run
+    winners = [trial for trial in run.trials if trial.provider == OURS and trial.status is Status.OK]
+    assert {trial.problem.seqlen_q for trial in winners} == {256, 512}
+    (cubins,) = tmp_path.rglob("cubins")
+    assert len([*cubins.glob("*.json")]) == len([*cubins.glob("*.cubin.xz")]) == 2
 
 
 class Killed(BaseException):
