@@ -13,7 +13,7 @@ from functools import lru_cache
 from statistics import fmean, median
 from typing import Any
 
-from attnsweep.core.trial import Trial
+from attnsweep.core.trial import Trial, race_ratio
 
 # Rounds whose paces are closer, but for an eighth at either end, are those of one steady card.
 _STEADY = 1.05
@@ -148,7 +148,7 @@ def _raced_us(
     least = alone(trial)
     if rounds_of(trial):
         return least
-    other = names.get(trial.race.get("against", ""))
+    other = names.get(str(trial.race.get("against")))
     if other is None or other is trial or id(other) in seen:
         return least
     behind = _raced_us(other, names, alone, seen | {id(trial)}) * _behind(trial.race)
@@ -183,5 +183,5 @@ def _first_cycles(trial: Trial) -> float:
 
 def _behind(race: Mapping[str, Any]) -> float:
     """The middle of the interval of its ratio to the other in the race; 0 if that has no limit."""
-    low, high = race.get("ratio") or (None, None)
+    low, high = race_ratio(race)
     return math.sqrt(low * high) if low and high else 0.0

@@ -258,6 +258,15 @@ def _in_order(settings: tuple[tuple[str, Value], ...]) -> tuple[tuple[str, Value
     return tuple(sorted(settings))
 
 
+def race_ratio(race: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """The interval of a race's ratio to the other in it; None: a side has no limit, or is odd."""
+    ratio = race.get("ratio")
+    if not isinstance(ratio, list | tuple) or len(ratio) != 2:
+        return None, None
+    low, high = (side if type(side) in (int, float) else None for side in ratio)
+    return low, high
+
+
 def over_limit(trial: Trial) -> bool:
     """Whether a baseline's error exceeds the limit of candidates. It is timed all the same."""
     accuracy = trial.accuracy

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from attnsweep.choose.baseline_ratio import common_rounds
 from attnsweep.choose.ranking import middle_ratio
 from attnsweep.core.errors import SpecError
-from attnsweep.core.trial import Trial
+from attnsweep.core.trial import Trial, race_ratio
 
 OFF = 1.05
 """A shape that takes this many times as long as with its winner is marked."""
@@ -40,8 +40,8 @@ def times_as_long(trial: Trial, winner: Trial, rows: Mapping[str, Trial]) -> flo
     own, others = common_rounds(trial, winner)
     if own:
         return middle_ratio(own, others)
-    _, most = trial.race.get("ratio") or (None, None)
-    better = rows.get(trial.race.get("against", ""))
+    _, most = race_ratio(trial.race)
+    better = rows.get(str(trial.race.get("against")))
     if most is None or better is None:
         return None
     own, others = common_rounds(better, winner)

@@ -317,6 +317,14 @@ def test_who_lost_a_race_on_a_faster_card_stays_as_far_behind_as_it_was_there() 
     assert best(*rows)["trial"] is there
 
 
+@pytest.mark.parametrize("ratio", [{"a": 1}, [1.0], "12", [[1.0], True], 2.0])
+@pytest.mark.parametrize("against", ["flash A=1", ["flash A=1"], {}])
+def test_a_race_of_odd_facts_says_nothing(ratio: object, against: object) -> None:
+    there = ours([130.0, 131.0, 129.0] * 5, 1).with_(first_us=130.0)
+    odd = alone(104.0, 2, 134.0).with_(race={"against": against, "ratio": ratio})
+    assert at_pace([there, odd])[id(odd)] == 134.0
+
+
 def test_who_beat_each_other_in_races_of_two_runs_end_the_search() -> None:
     rows = [ours([100.0] * 6, 1), *(alone(100.0, n, 101.0) for n in (2, 3))]
     rows[1:] = [
