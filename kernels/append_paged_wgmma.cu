@@ -125,8 +125,8 @@ struct __align__(16) Work {
         return work;
     }
 #if SPLITS > 1
-    // Of all tiles of keys those of this part of so many; of fewer if there is no memory, or if
-    // there are fewer tiles.
+    // Leaves only this part's tiles of keys. There are fewer parts than wanted where there is no
+    // memory for them, or where tiles are few.
     __device__ __forceinline__ void take_part(int wanted) {
         const int tiles = end - first,
                   each = slot + wanted > SLOTS ? tiles : (tiles + wanted - 1) / wanted;
@@ -258,7 +258,7 @@ struct Finder {
     int request = 0;
 
 #if SPLITS > 1
-    // Keys that a tile of queries sees, of so many.
+    // How many of these keys a tile of queries sees at most.
     __device__ __forceinline__ float seen(int keys) const {
         const int most = call.tokens() * WARPGROUPS;
         return fmaxf(WINDOW ? fminf(keys, static_cast<float>(call.left) + call.right + most) : keys,
@@ -331,7 +331,7 @@ struct Finder {
         }
         return {};
     }
-    // Of all lanes up to this one.
+    // The sum of all lanes up to this one.
     __device__ __forceinline__ static int sum_before(int x) {
 #pragma unroll
         for (int d = 1; d < 32; d *= 2) {

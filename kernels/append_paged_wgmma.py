@@ -60,7 +60,7 @@ kernel = Family(
 )
 UNLIMITED = 2**30  # a side of a window
 STRIDES, OF_ROWS = 4, 8
-SLOTS = 512  # parts of keys that are shared: memory is held for so many rows of 64
+SLOTS = 512  # parts of 64 rows whose sums memory is held for
 LEAST_SHARE = 8  # tiles of keys: one and a half times it, or of a block's fair share, are shared
 # Registers that ptxas 13 needs besides scores, P and accumulators, from compiling the whole space.
 REST = 30
