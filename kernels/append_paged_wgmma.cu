@@ -19,9 +19,9 @@
 //
 // The grid is fixed, whatever the lengths are. Blocks take tiles of queries in turn, from a counter
 // that the last one to end clears: request by request, of these head by head, and of a head the
-// last queries first, which see most. With SPLITS, up to so many blocks share the keys of a tile
-// that has more of them than a block's fair share of all, and the last of them to end joins what
-// all have written.
+// last queries first, which see most. A tile that has more keys than a block's fair share of all is
+// cut into up to SPLITS parts for as many blocks, of which the last to end joins what all have
+// written.
 #ifndef CACHE_E4M3
 #define CACHE_E4M3 0
 #endif
@@ -92,11 +92,11 @@ struct Tiles {
     }
 };
 
-// Parts of tiles for which there is memory; the least tiles of keys that are a fair share; and the
-// tiles that could be computed while parts are joined. A tile of one and a half shares or more is
-// shared: such parts are at most 4/3 of the blocks, and twice that where requests have no keys but
-// their own queries'. What has no memory is not shared.
-constexpr int SLOTS = 512 / WARPGROUPS, LEAST_SHARE = 8, JOINING = 4;
+// Tiles of keys that could be computed while parts are joined. A tile of one and a half shares or
+// more is shared, of LEAST_SHARE tiles of keys at least: such parts are at most 4/3 of the blocks,
+// and twice that where requests have no keys but their own queries'. What none of SLOTS parts has
+// memory for is not shared.
+constexpr int JOINING = 4;
 // A tile of queries: its first row of an item, the key head, the tokens that there are, the first
 // one's own key, the request's keys, and the tiles of keys that some token sees, one at least. No
 // tokens: there is no tile any more.
@@ -139,7 +139,7 @@ struct __align__(16) Work {
 // The producer tells consumers of a tile here. They read it again when they store, so that they
 // keep none of it: by then it may have told of two more.
 constexpr int PLACES = 3;
-// Where a producer of many warps is lies behind them: in registers it would spill 28 bytes.
+// Behind them a producer of many warps keeps its Place, of which registers would spill 28 bytes.
 constexpr bool KEPT_PLACE = BY_ROWS && SPLITS > 1;
 
 // Barriers: full and empty of each stage of K and of V; of Q, empty of all, full of each 64 rows.
@@ -247,7 +247,7 @@ struct __align__(16) Place {
     int first, before;
 #if SPLITS > 1
     int slots;    // of the parts before
-    float share;  // keys that a block has of all, for each of its queries' tiles
+    float share;  // a block's fair share, in keys
 #endif
 };
 // Finds tiles of queries, or parts of their keys, by their numbers, which grow.

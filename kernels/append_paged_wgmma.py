@@ -259,6 +259,7 @@ def fwd(c, p, arch):
             "CONSUMER_REGISTERS": registers_given(c, p, arch)[1],
         }
         | ({"CACHE_E4M3": 1, "ROOMS": rooms(p)} if p.scales else {})
+        | ({"SLOTS": SLOTS // c.WARPGROUPS, "LEAST_SHARE": LEAST_SHARE} if c.SPLITS > 1 else {})
         | {kind.upper(): 1 for kind in p.scores.kinds},
         min_blocks_per_sm=c.BLOCKS_PER_SM,
     )

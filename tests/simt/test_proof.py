@@ -268,7 +268,7 @@ def test_cold_copies_are_looked_at_while_the_device_replays(wrong, device, no_sm
     refused = pytest.raises(WrongResult, match="another output than the same call alone") if wrong else nullcontext()
     with refused:
         assert bench.proof.end(proven, copies, looked=True) == 4
-    # Of the drawing of inputs, and of the look, which the device was not done with earlier.
+    # Two waits: for the inputs to be drawn, and for the look at the outputs.
     assert timings.proof_taken()["replays"] >= (5.0 if wrong else 9.9)
 
 
