@@ -59,7 +59,7 @@ def decode(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
 
 
 def xqa(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
-    """XQA, into an output that is there. Raises Unavailable."""
+    """XQA, into an output of each call, as others have. Raises Unavailable."""
     package, size = _package(problem), layout_of(problem).page_size
     if size not in _XQA_PAGES:
         raise Unavailable(f"XQA has pages of 16, 32, 64 or 128 keys, not {size}")
@@ -68,12 +68,13 @@ def xqa(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:
     space = zeros(_WORKSPACE, dtype=torch.uint8)
     counts = zeros(4 * problem.batch * problem.heads_kv + 64, dtype=torch.int32)
     shape = (problem.batch, 1, problem.heads, problem.head_dim)
-    out = zeros(shape, dtype=type_of(torch, problem.out_dtype))
-    fixed = (table, lengths.view(torch.uint32)[:, None], out, space, counts.view(torch.uint32))
+    made = functools.partial(torch.empty, shape, dtype=type_of(torch, problem.out_dtype))
+    where, again = (table, lengths.view(torch.uint32)[:, None]), (space, counts.view(torch.uint32))
     by = problem.scale * problem.head_dim**0.5  # it divides by the root itself
 
     def forward(q: Any, k: Any, v: Any, *_: Any) -> Any:
-        package.xqa(q, k, v, *fixed, problem.heads_kv, size, q_scale=by)
+        out = made(device=q.device)
+        package.xqa(q, k, v, *where, out, *again, problem.heads_kv, size, q_scale=by)
         return out.transpose(1, 2)
 
     return [_way(torch, problem, forward)]
