@@ -1,7 +1,8 @@
-"""Packages of baselines are imported in a thread of the GPU process while candidates compile.
+"""Packages of baselines and calls are imported in a thread of the GPU process meanwhile.
 
-Importing PyTorch, Triton and FlashAttention takes seconds. The thread is over before any round is
-timed, because it would take Python from the thread that gives the GPU its work.
+Importing PyTorch, Triton and FlashAttention takes seconds, in which candidates compile. The thread
+is over before any round is timed, because it would take Python from the thread that gives the GPU
+its work.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Sequence
 
 from attnsweep.baselines import flash, triton_precompile
+from attnsweep.core.callables import CALLABLE
 from attnsweep.core.problem import Problem
 from attnsweep.core.timings import step
 from attnsweep.specs.model import KNOWN_BASELINES
@@ -32,6 +34,8 @@ _IMPORTS: dict[str, tuple[str, ...]] = {
     "flash_attn_4": ("flash_attn.cute",),
     **dict.fromkeys(("flashinfer", "xqa"), ("flashinfer",)),
 }
+# What most calls of the user's launch with.
+_OF_CALLS = ("triton",)
 # What the first call of FlashAttention-3 imports if baselines.loaded has not found a function in
 # it.
 _OPERATORS = "torch._dynamo"
@@ -77,8 +81,9 @@ class ImportAhead:
 
 
 def load(names: Sequence[str]) -> None:
-    """Import the packages of these baselines. Whatever fails here fails in `prepare` again."""
-    wanted = [("torch",), *(_IMPORTS.get(name, ()) for name in names)]
+    """Import the packages of these baselines and calls. What fails here fails again later."""
+    calls = any(map(CALLABLE.fullmatch, names))
+    wanted = [("torch",), *(_IMPORTS.get(name, ()) for name in names), *([_OF_CALLS] * calls)]
     for modules in dict.fromkeys(wanted):
         with contextlib.suppress(Exception):
             module = next(filter(flash.importable, modules))
@@ -88,3 +93,6 @@ def load(names: Sequence[str]) -> None:
             if modules == flash.FLASH_3 and not inspect.isfunction(forward):
                 with step(f"import {_OPERATORS}"):
                     importlib.import_module(_OPERATORS)
+            if calls and modules == _OF_CALLS:
+                with step("start Triton"):
+                    _ = package.runtime.driver.active.utils  # which a C compiler makes, once

@@ -54,8 +54,9 @@ class Gpu(ABC):
     ) -> Environment:
         """GPU, driver and versions. Raises NoGpuError if this machine cannot run CUDA.
 
-        preload: baselines whose packages are imported in a thread meanwhile. first: the problem and
-        the seed that will be opened first, whose right outputs are then computed meanwhile.
+        preload: baselines and calls whose packages are imported in a thread meanwhile. first: the
+        problem and the seed that will be opened first, whose right outputs are then computed
+        meanwhile.
         """
 
     @abstractmethod

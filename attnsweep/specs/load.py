@@ -94,6 +94,12 @@ class SweepSpec:
         """Names of the families of all spaces, each once."""
         return tuple(dict.fromkeys(map(self.family_of, self.kernels)))
 
+    @property
+    def imported(self) -> tuple[str, ...]:
+        """Baselines and calls, whose packages are imported while candidates compile."""
+        calls = (self.families[name].call for name in self.used if name in self.families)
+        return (*self.baselines, *self.candidates, *filter(None, calls))
+
     def resolved(self, relative_to: Path | None = None) -> str:
         """YAML of this spec with every default written out; `load_spec` reads it back equal.
 

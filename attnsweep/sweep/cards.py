@@ -457,7 +457,7 @@ def hello_of(spec: SweepSpec, cache_dir: Path | None, remote: bool = False) -> M
         "timeout_s": spec.measure.timeout_s,
         "cache_dir": None if cache_dir is None or remote else str(cache_dir.absolute()),
         "remote": remote,
-        "preload": list(spec.baselines),
+        "preload": list(spec.imported),
     }
 
 

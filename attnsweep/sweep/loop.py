@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,7 +18,7 @@ from attnsweep.bench.gpu import Gpu, WorkerError
 from attnsweep.choose.baseline_ratio import Base, fastest_baseline
 from attnsweep.choose.finals import Finals
 from attnsweep.choose.pace import at_pace
-from attnsweep.choose.race import Pair, race
+from attnsweep.choose.race import Pair, in_order, race
 from attnsweep.choose.ranking import judged, ranked, winner_of
 from attnsweep.choose.rounds import prepared
 from attnsweep.compile.calls import CalledBuild
@@ -25,7 +26,7 @@ from attnsweep.compile.candidate import Build, compiled_candidate, workspace_lim
 from attnsweep.compile.launches import Candidate
 from attnsweep.compile.nvrtc import NOW, Compiler
 from attnsweep.core.callables import Asked
-from attnsweep.core.errors import CompileError, StoreError
+from attnsweep.core.errors import CompileError, StoreError, ToolchainError
 from attnsweep.core.long_problems import has_shorter
 from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
@@ -128,6 +129,8 @@ class _ProblemSweep:
         self._same_code = SameCode()
         self._timed: dict[tuple[object, ...], Build] = {}
         """The finalists of today, by the keys of their rows."""
+        self._any_length: dict[tuple[object, ...], Callable[[], Candidate]] = {}
+        """By the keys of finalists that are calls, what waits for small cases of any length."""
         self._measured: dict[tuple[object, ...], Build] = {}
         """Candidates of kept batches."""
         stored = self._store.rows_of(self._problem)
@@ -238,6 +241,9 @@ class _ProblemSweep:
         """Race those that are right, and time the finalists in rounds."""
         gpu, observer = self._gpu, self._observer
         raced = race(checked, self._spec, gpu, put=self._put, observer=observer)
+        if raced:  # the first probably wins, and its small cases take as long as the rounds
+            with suppress(ToolchainError):  # raised again, when the rounds are stored
+                self._compile_any_length(*in_order(raced)[0])
         keep = self._store.append
         measure, seed = self._spec.measure, self._spec.search.seed
         finals = Finals(measure, gpu, seed=seed, put=self._put, keep=keep, observer=observer)
@@ -259,16 +265,23 @@ class _ProblemSweep:
             return
         (rows,) = ranked(self._store.rows_of(self._problem), None)
         ranks = [row["rank"] for row in rows if row["winner"]]
-        best = [row["trial"] for row in rows if row["rank"] in ranks]
-        proved = [t for t in best if t.key in timed and t.call.get("covers") == THIS_BINARY]
-        asked = [timed[trial.key].on_any_length() for trial in proved]  # all compile at once
-        for trial, candidate in zip(proved, asked, strict=True):
+        best = [row["trial"] for row in rows if row["rank"] in ranks and row["trial"].key in timed]
+        for trial in best:  # all compile at once
+            self._compile_any_length(timed[trial.key], trial)
+        for trial in (trial for trial in best if trial.key in self._any_length):
             try:
-                self._gpu.trial(candidate())
+                self._gpu.trial(self._any_length[trial.key]())
                 facts = {"covers": "any length"}
             except (WorkerError, CompileError) as error:
                 facts = {"other_lengths": str(error)}
             self._store.append(trial.with_(call=trial.call | facts))
+
+    def _compile_any_length(self, build: Build, trial: Trial) -> None:
+        """Begin to compile the small cases of a call, unless its candidate has them."""
+        if not isinstance(build, CalledBuild) or trial.call.get("covers") != THIS_BINARY:
+            return
+        if trial.key not in self._any_length:
+            self._any_length[trial.key] = build.on_any_length()
 
     def _judge_strictly(self, asked: Sequence[Trial]) -> None:
         """Time callables in chains, beside baselines whose rows stay those of the finals."""

@@ -199,13 +199,13 @@ def judge(
             raise _FailedError
 
     with ExitStack() as locks, Worker(measure.timeout_s, cache_dir=cache_dir) as gpu:
-        environment = gpu.describe(preload=() if strict else against, first=(problem, seed))
+        every = (name, *(other for other in against if other != name))
+        environment = gpu.describe(preload=() if strict else every, first=(problem, seed))
         lock = held(environment.uuid, environment.gpu, wait=wait, say=observer.note)
         locks.enter_context(lock)
         if strict:
             place = TemporaryDirectory(prefix="attnsweep-", ignore_cleanup_errors=True)
             how["strict"] = locks.enter_context(place)
-        every = (name, *(other for other in against if other != name))
         blank: dict[str, Any] = {"config": {}, "problem": problem, "status": Status.SKIPPED}
         own, *others = (Trial(kernel=each, provider=each, **blank) for each in every)
         own = own.with_(candidate=True)

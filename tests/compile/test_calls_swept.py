@@ -12,6 +12,7 @@ from sweeping import use_gpu
 
 import attnsweep
 from attnsweep.bench.gpu import WorkerError
+from attnsweep.compile.calls import CalledBuild
 from attnsweep.core.errors import SpecError
 from attnsweep.core.trial import OURS, Status
 
@@ -69,6 +70,22 @@ def test_the_files_own_configs_are_swept_and_ranked(swept):
     assert said["triton"]
     assert {row.call["covers"] for row in rows.values()} == {"any length", "this binary"}
     assert "tuned takes 20.0 µs" in str(outcome)
+
+
+def test_its_packages_are_imported_while_it_compiles(swept):
+    _, gpu = swept()
+    assert gpu.imported == ("tuned.py:attention",)
+
+
+def test_small_cases_of_any_length_compile_during_the_rounds(swept, monkeypatch):
+    """They took 2 s after the last round, on an H200 host with empty caches."""
+    order = []
+    asked = CalledBuild.on_any_length
+    monkeypatch.setattr(CalledBuild, "on_any_length", lambda build: order.append(build.config["BLOCK"]) or asked(build))
+    monkeypatch.setattr(Gpu, "replay", lambda gpu, *args: order.append("round") or FakeGpu.replay(gpu, *args))
+    swept()
+    assert order[:2] == [32, "round"]
+    assert order.count(32) == 1
 
 
 def test_a_call_that_is_right_on_its_own_lengths_alone_is_said_so(swept, tmp_path):

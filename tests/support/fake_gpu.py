@@ -87,7 +87,7 @@ class FakeGpu(Gpu):
     # -- what a Gpu does -------------------------------------------------------------------------
 
     def describe(self, *, preload: Sequence[str] = (), first: tuple[Problem, int] | None = None) -> Environment:
-        self.first = first
+        self.first, self.imported = first, preload
         if isinstance(self.environment, NoGpuError):
             raise self.environment
         return self.environment

@@ -62,6 +62,22 @@ def test_packages_are_imported_ahead_and_none_that_is_not_asked_for(there):
     assert imported() == {"torch", "fa3_fwd_interface", "torch._dynamo"}
 
 
+def test_what_calls_launch_with_is_imported_and_started_ahead(there):
+    """The first trial waited 5 s for it, on H200 hosts."""
+    started = (
+        "import sys\nclass Driver:\n    @property\n    def utils(self):\n        sys.modules['triton'].built = True\n"
+    )
+    there(
+        TORCH
+        | {
+            "triton/__init__.py": "from triton import runtime\n",
+            "triton/runtime.py": f"{started}driver = active = Driver()\ndriver.active = active\n",
+        }
+    )
+    import_ahead.load(["attend.py:attention", "mine=other.py:attention"])
+    assert sys.modules["triton"].built
+
+
 FLASH_3 = """
 class Operator:  # as torch.library.custom_op makes one; a call of it imports torch._dynamo
     def __init__(self, function):
