@@ -261,6 +261,25 @@ def paged_table(found: Mapping[str, list[dict[str, Any]]], gpu: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def flashinfer_table(book: Any) -> str:
+    """Our µs and the ratio of each other kernel's, of the run beside FlashInfer, in Markdown."""
+    others = {
+        "FlashInfer": ("flashinfer",),
+        "XQA": ("xqa",),
+        "FlashAttention-3": ("flash_attn_3_fp8_ready", "flash_attn_3_ready"),
+    }
+    lines = ["| problem | µs |" + "".join(f" × {name} |" for name in others)]
+    lines += ["|---|" + "---:|" * (1 + len(others))]
+    for problem in book.problems("flashinfer"):
+        ours = book.find("flashinfer", problem=problem, provider="attnsweep").us
+        line = f"| {problem.label.replace(' bf16 causal', '')} | {ours:.1f} |"
+        for names in others.values():
+            found = (book.find("flashinfer", problem=problem, provider=name) for name in names)
+            line += f" {next(filter(None, found)).us / ours:.2f} |"
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
 def serving_table(book: Any) -> str:
     """What benchmarks/serving.py wrote: calls of a step, and tokens a second of a loop."""
     calls, loop = (book.file(f"serving_{what}.json") for what in ("calls", "loop"))
