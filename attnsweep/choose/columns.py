@@ -18,19 +18,19 @@ from attnsweep.core.trial import OURS, Environment, Status, Trial, over_limit
 from attnsweep.specs.model import PLAIN_READ
 from attnsweep.store.rows import trial_of
 
-_FLOAT, _TEXT, _BOOL, _WHOLE = "float64", "object", "bool", "Int64"
+_FLOAT, _TEXT, _BOOL, WHOLE = "float64", "object", "bool", "Int64"
 COLUMNS = {
-    "problem": _TEXT, "rank": _WHOLE, "tied": _BOOL, "winner": _BOOL, "baseline": _BOOL,
+    "problem": _TEXT, "rank": WHOLE, "tied": _BOOL, "winner": _BOOL, "baseline": _BOOL,
     "provider": _TEXT, "kernel": _TEXT, "config": _TEXT, "variant": _TEXT, "status": _TEXT,
-    "detail": _TEXT, "time_us": _FLOAT, "spread_us": _FLOAT, "rounds": _WHOLE, "cycles": _FLOAT,
+    "detail": _TEXT, "time_us": _FLOAT, "spread_us": _FLOAT, "rounds": WHOLE, "cycles": _FLOAT,
     "timed_as": _TEXT, "warm_us": _FLOAT, "cold_us": _FLOAT, "eager_us": _FLOAT,
     "launch_us": _FLOAT, "energy_uj": _FLOAT, "energy_spread_uj": _FLOAT, "power_w": _FLOAT,
     "ranked_as": _TEXT, "us_per_head": _FLOAT, "us_per_sequence": _FLOAT, "tflops": _FLOAT,
     "gbytes_per_s": _FLOAT, "bound_us": _FLOAT, "bound": _TEXT, "light": _FLOAT, "light_by": _TEXT,
     "light_mhz": _FLOAT, "ratio_to_best_baseline": _FLOAT, "ratio_low": _FLOAT,
     "ratio_high": _FLOAT, "ratio_of": _TEXT, "best_baseline": _TEXT, "rel_err": _FLOAT,
-    "limit": _FLOAT, "over_limit": _BOOL, "registers": _WHOLE, "spill_bytes": _WHOLE,
-    "smem_bytes": _WHOLE, "occupancy": _FLOAT, "recorded": _BOOL, "recorded_on": _TEXT,
+    "limit": _FLOAT, "over_limit": _BOOL, "registers": WHOLE, "spill_bytes": WHOLE,
+    "smem_bytes": WHOLE, "occupancy": _FLOAT, "recorded": _BOOL, "recorded_on": _TEXT,
     "trial": _TEXT,
 }  # fmt: skip
 """The columns of a ranking, and their types in a DataFrame."""

@@ -18,6 +18,7 @@ from attnsweep.choose.baseline_ratio import (
 )
 from attnsweep.choose.columns import (
     COLUMNS,
+    WHOLE,
     ProblemContext,
     Row,
     named,
@@ -119,10 +120,15 @@ def frame(rows: Sequence[Row]) -> pandas.DataFrame:
 
     whole = [row.columns(named(row.facts.config)) | {"trial": row["trial"]} for row in rows]
     columns = {
-        name: pandas.Series([row[name] for row in whole], dtype=dtype)
+        name: pandas.Series([_fit(row[name], dtype) for row in whole], dtype=dtype)
         for name, dtype in COLUMNS.items()
     }
     return pandas.DataFrame(columns)
+
+
+def _fit(value: Any, dtype: str) -> Any:
+    """The value, unless it is a whole number of a damaged row that no column of integers holds."""
+    return None if dtype == WHOLE and value is not None and value.bit_length() > 63 else value
 
 
 def judged(trial: Trial) -> tuple[Status, str | None]:

@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pandas
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -203,6 +204,12 @@ def test_rates_are_of_the_device_where_eager_is_ranked() -> None:
     row = rank([trial("k1", eager, warm_us=10.0, eager_us=3.0)], None).iloc[0]
     assert row["tflops"] == pytest.approx(PROBLEM.flops / 10.0 / 1e6)
     assert row["time_us"] == 3.0
+
+
+@pytest.mark.parametrize(("number", "held"), [(2**63 - 1, True), (2**63, False), (-(2**200), False)])
+def test_a_number_of_a_damaged_row_that_no_column_holds_is_left_out(number: int, held: bool) -> None:
+    (found,) = rank([trial("a1", once(3.0), resources=smem(number))], None)["smem_bytes"].astype(object)
+    assert (found == number) if held else isinstance(found, type(pandas.NA))
 
 
 @st.composite
