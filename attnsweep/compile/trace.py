@@ -98,6 +98,8 @@ class Tracer:
         self._lock = threading.Lock()
         self._asked: dict[int, Future[Any]] = {0: Future()}
         self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._running: dict[tuple[str, bool], Future[Traced]] = {}
+        """What is being traced, by key and whether with cases: nothing is compiled twice at once."""
 
     def _start(self) -> dict[str, str]:
         """Start the process; returns SHA-256 of each file that it has imported."""
@@ -234,6 +236,8 @@ class Tracer:
         cases: with the small cases that a sweep proves it on, a sixth of the time.
         """
         key = self.key(problem, values)
+        if (running := self._running.get((key, cases))) is not None:
+            return running
         entry = self._cache_dir / key[:2] / key
         config: dict[str, Any] = {"problem": problem.label, "values": dict(values)}
         kept = self._read(entry)
@@ -251,7 +255,13 @@ class Tracer:
             raise unwritable(error, entry.parent) from error
         asked = self._ask("trace", **config, folder=aside, cases=cases)
         made = _then(asked, partial(self._published, entry, aside))
-        made.add_done_callback(lambda _: shutil.rmtree(aside, ignore_errors=True))
+        self._running[key, cases] = made
+
+        def end(_: Future[Traced]) -> None:
+            self._running.pop((key, cases), None)
+            shutil.rmtree(aside, ignore_errors=True)
+
+        made.add_done_callback(end)
         return made
 
     def _published(self, entry: Path, aside: str, found: dict[str, Any]) -> Traced:

@@ -108,6 +108,21 @@ def test_small_cases_that_are_asked_for_meanwhile_are_there(tracers):
     assert whole.result().cases
 
 
+def test_a_config_that_is_asked_for_meanwhile_is_compiled_once(tracers, monkeypatch):
+    """A sweep asks while the card starts, and again when the problem's turn has come."""
+    tracer, problem, asked = tracers.of("tuned.py:attention"), Problem(1, 2, 2, 896, 896, 16, "bf16"), []
+    ask = tracer._ask
+    monkeypatch.setattr(tracer, "_ask", lambda do, **facts: asked.append(do) or ask(do, **facts))
+    first, second = (tracer.submit(problem, {"BLOCK": 32}) for _ in range(2))
+    assert first.result().hashes == second.result().hashes
+    assert asked == ["trace"]
+    with pytest.raises(CompileError):
+        tracer.submit(problem, {"BLOCK": 7}).result()
+    with pytest.raises(CompileError):  # what failed is tried again
+        tracer.submit(problem, {"BLOCK": 7}).result()
+    assert len(asked) == 3
+
+
 def test_a_kernel_that_a_call_launches_twice_has_its_registers_twice(place, tracers):
     own = "    copied.fn[grid](q, out, problem.seqlen_q, D=problem.head_dim, BLOCK=BLOCK, **launch)\n"
     text = LAUNCHERS.read_text()
