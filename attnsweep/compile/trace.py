@@ -99,7 +99,7 @@ class Tracer:
         self._asked: dict[int, Future[Any]] = {0: Future()}
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._running: dict[tuple[str, bool], Future[Traced]] = {}
-        """What is being traced, by key and whether with cases: nothing is compiled twice at once."""
+        """What is being traced, by key and whether with cases: none is compiled twice at once."""
 
     def _start(self) -> dict[str, str]:
         """Start the process; returns SHA-256 of each file that it has imported."""

@@ -202,6 +202,9 @@ class SweepSession:
         def plan_for(arch: Arch) -> None:
             self.compiler = compiler_for(spec, arch, self.cache_dir)
             at_end.callback(self.compiler.close)
+            for op, dtype in {(entry.problem.op, entry.problem.dtype) for entry in spec.problems}:
+                for part in PARTS[op.name]:  # the GPU process needs them first
+                    self.compiler.submit(*judge_source(dtype, part))
             self.spec = with_calls(spec, tracers_of(self.compiler))
             whole = plan(self.spec, arch)
             self.planned = whole if shard is None else shard.take(whole)
@@ -256,9 +259,6 @@ def _compile_early(
     firsts: Sequence[Problem],
 ) -> None:
     """Begin to compile the first candidates, while the card starts."""
-    for op, dtype in {(entry.problem.op, entry.problem.dtype) for entry in spec.problems}:
-        for part in PARTS[op.name]:  # the GPU process needs them first
-            compiler.submit(*judge_source(dtype, part))
     asked = []
     for item in [item for item in planned if item.problem in firsts] or planned[:1]:
         for space in item.spaces:

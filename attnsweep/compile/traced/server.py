@@ -18,6 +18,7 @@ import selectors
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from dataclasses import asdict, dataclass, field, replace
@@ -331,8 +332,6 @@ class Server:
 
     def _begin(self, request: dict[str, Any]) -> tuple[int, Child]:
         number, limit_s = request.pop("number"), request.pop("limit_s")
-        if request["do"] in ("trace", "cases"):
-            importlib.import_module("attnsweep.compile.traced.triton").warm_up()
         come, go = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -398,14 +397,17 @@ def main() -> None:
     try:
         card = replace(arch_named(arch), sm_count=int(sm_count))
         others.ready(arch, tempfile.gettempdir())
-        fake, _ = (
+        fake, triton = (
             importlib.import_module(f"attnsweep.compile.traced.{name}")
             for name in ("fake", "triton")
         )
+        digests = threading.Thread(target=triton.warm_up)  # which needs no Python meanwhile
+        digests.start()
         sys.path.insert(0, os.getcwd())  # where the user's file may import from, as `python -m` may
         traced = Traced(call, card)
         fake.warm_up(card)
         ready = traced.closure()
+        digests.join()  # before the first fork
     except BaseException as error:  # a module may raise anything while it is imported
         why = str(error) if isinstance(error, Unavailable) else in_short(error)
         if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "triton"):
