@@ -419,8 +419,9 @@ struct Consumer {
         }
         named_barrier_sync(CLEAR_BARRIER + P, 128);
         if (*is_last == 0.f) return;
-        // A thread has 4 columns of every second row, and some rows at once.
-        constexpr int AT_ONCE = 4, CHUNKS = HALF / 4, WAYS = 128 / CHUNKS;
+        // A thread has 4 columns of every second row, and some rows and parts at once: a long
+        // request among short ones has 27 parts, and each is some 600 ns away.
+        constexpr int AT_ONCE = 4, PARTS_AT_ONCE = 8, CHUNKS = HALF / 4, WAYS = 128 / CHUNKS;
         const int chunk = thread % CHUNKS, first = blockIdx.x * 64,
                   end = min(first + 64, call.rows.count);
 #pragma unroll 1
@@ -430,29 +431,33 @@ struct Consumer {
 #pragma unroll
             for (int r = 0; r < AT_ONCE; ++r)
                 largest[r] = minus_infinity(), weights[r] = 0.f, sum[r] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 2
-            for (int part = 0; part < parts; ++part) {
-                float4 x[AT_ONCE];
-                float reference[AT_ONCE];
+#pragma unroll 1
+            for (int part = 0; part < parts; part += PARTS_AT_ONCE) {
+                float4 x[PARTS_AT_ONCE][AT_ONCE];
+                float reference[PARTS_AT_ONCE][AT_ONCE];
 #pragma unroll
-                for (int r = 0; r < AT_ONCE; ++r) {
-                    const long long row = static_cast<long long>(slot + part) * call.rows.count +
-                                          min(top + r * WAYS, end - 1);
-                    reference[r] = __ldcg(call.partial_lse + row);
-                    x[r] = __ldcg(reinterpret_cast<const float4*>(call.partial + row * HEAD_DIM_V +
-                                                                  P * HALF) +
-                                  chunk);
+                for (int i = 0; i < PARTS_AT_ONCE * AT_ONCE; ++i) {
+                    const int p = i / AT_ONCE, r = i % AT_ONCE;
+                    const long long row =
+                        static_cast<long long>(slot + min(part + p, parts - 1)) * call.rows.count +
+                        min(top + r * WAYS, end - 1);
+                    reference[p][r] =
+                        part + p < parts ? __ldcg(call.partial_lse + row) : minus_infinity();
+                    x[p][r] = __ldcg(reinterpret_cast<const float4*>(call.partial +
+                                                                     row * HEAD_DIM_V + P * HALF) +
+                                     chunk);
                 }
 #pragma unroll
-                for (int r = 0; r < AT_ONCE; ++r) {
-                    const float most = fmaxf(largest[r], reference[r]),
+                for (int i = 0; i < PARTS_AT_ONCE * AT_ONCE; ++i) {
+                    const int p = i / AT_ONCE, r = i % AT_ONCE;
+                    const float most = fmaxf(largest[r], reference[p][r]),
                                 from = most == minus_infinity() ? 0.f : most,
                                 old = exp2_approx(largest[r] - from),
-                                by = exp2_approx(reference[r] - from);
-                    sum[r].x = fmaf(x[r].x, by, sum[r].x * old);
-                    sum[r].y = fmaf(x[r].y, by, sum[r].y * old);
-                    sum[r].z = fmaf(x[r].z, by, sum[r].z * old);
-                    sum[r].w = fmaf(x[r].w, by, sum[r].w * old);
+                                by = exp2_approx(reference[p][r] - from);
+                    sum[r].x = fmaf(x[p][r].x, by, sum[r].x * old);
+                    sum[r].y = fmaf(x[p][r].y, by, sum[r].y * old);
+                    sum[r].z = fmaf(x[p][r].z, by, sum[r].z * old);
+                    sum[r].w = fmaf(x[p][r].w, by, sum[r].w * old);
                     weights[r] = fmaf(weights[r], old, by);
                     largest[r] = most;
                 }

@@ -92,6 +92,14 @@ def test_clean_under_the_sanitizers(simulator, words):
     assert result.ok, str(result)
 
 
+@pytest.mark.parametrize("length", [1160, 1290])
+def test_a_request_of_more_parts_than_a_block_joins_at_once(simulator, length):
+    """Eight; 19 and 21 parts of two tiles here, beside a request of one."""
+    case, config = Case(latent(3, 1, f"1x{length}+1x40")), config_of(KERNEL, "LAG=1 BLOCK_N=32 PLAN=2 JOIN=1 LSE=1")
+    result = simulator.check(KERNEL, config, case, schedules=(0, 1))
+    assert result.ok, str(result)
+
+
 class Call:
     """One problem's inputs, and the launches of a config, which may be changed."""
 
