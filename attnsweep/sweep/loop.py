@@ -24,7 +24,7 @@ from attnsweep.choose.rounds import prepared
 from attnsweep.compile.calls import CalledBuild
 from attnsweep.compile.candidate import Build, compiled_candidate, workspace_limit
 from attnsweep.compile.launches import Candidate
-from attnsweep.compile.nvrtc import NOW, Compiler
+from attnsweep.compile.nvrtc import NOW, Compiler, cores
 from attnsweep.core.callables import Asked
 from attnsweep.core.errors import CompileError, StoreError, ToolchainError
 from attnsweep.core.long_problems import has_shorter
@@ -40,6 +40,8 @@ from attnsweep.sweep.candidates import Candidates, SameCode
 from attnsweep.sweep.kept import Kept
 from attnsweep.sweep.scout import Scout
 
+# Cores that compile all small cases of a call and leave some to what measures.
+_ENOUGH_CORES = 14
 _OF_CHAINS = {"rank_by": "warm", "cold": False, "eager": False, "energy": False}
 """How the strict judge measures."""
 
@@ -241,7 +243,8 @@ class _ProblemSweep:
         """Race those that are right, and time the finalists in rounds."""
         gpu, observer = self._gpu, self._observer
         raced = race(checked, self._spec, gpu, put=self._put, observer=observer)
-        if raced:  # the first probably wins, and its small cases take as long as the rounds
+        alone = self._spec.measure.eager and cores() < _ENOUGH_CORES  # as the host's times must be
+        if raced and not alone:  # the first probably wins; this takes as long as the rounds
             with suppress(ToolchainError):  # raised again, when the rounds are stored
                 self._compile_any_length(*in_order(raced)[0])
         keep = self._store.append
