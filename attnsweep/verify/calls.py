@@ -78,6 +78,19 @@ class Proven:
     """How many times its outputs may exceed a limit, as a library may that did when checked."""
 
 
+@dataclass(slots=True)
+class _Cold:
+    """Copies of the timed tensors, as tables of what is written to them before each sample."""
+
+    copies: Sequence[Mapping[str, Buffer]]
+    inputs: LaunchRecords | None
+    """None if they are not drawn anew."""
+    outputs: LaunchRecords
+    """Theirs, and those of the timed tensors."""
+    content: int = 0
+    """What the inputs were last drawn from; 0 while they are as made."""
+
+
 class Calls:
     """Calls on the timed problem, and whether what they wrote is right."""
 
@@ -87,8 +100,7 @@ class Calls:
         """maths: what limits come from, of the cases that are judged."""
         self.timed, self._session, self._comparer, self._maths = timed, session, comparer, maths
         self._poisons = False
-        self._cold: tuple[int, Any] | None = None
-        """The content of the cold copies' inputs, and their regions."""
+        self._cold: _Cold | None = None
         self._preparation: tuple[Any, Any] | None = None
         self._looked: tuple[Any, Any] | None = None
         """Events around the look at a replay's outputs, which is yet to be judged."""
@@ -207,20 +219,25 @@ class Calls:
         Where nothing is drawn anew, all have the inputs as they were made.
         """
         with self._prepared():
-            if self.timed.redraws and copies:
+            if self._cold is None or self._cold.copies is not copies:
+                self._cold = self._tables_of(copies)
+            cold = self._cold
+            if cold.inputs is not None:
                 self.timed.redraw()
-                if self._cold is None:
-                    own = (self._comparer, self.timed.case.problem, copies)
-                    self._cold = 0, regions_to_redraw(*own)
-                    self._session.settle()
-                before, regions = self._cold
-                self._cold = secrets.randbits(64) or 1, regions
-                self._comparer.redraw(regions, before, self._cold[0])
+                before, cold.content = cold.content, secrets.randbits(64) or 1
+                self._comparer.redraw(cold.inputs, before, cold.content)
             else:
                 self.timed.go_to(PLAIN)
-            for copy in (self.outputs, *copies):
-                for name in self.timed.outputs:
-                    copy[name].fill(POISON)
+            self._comparer.renew(cold.outputs, 0)
+
+    def _tables_of(self, copies: Sequence[Mapping[str, Buffer]]) -> _Cold:
+        problem, inputs = self.timed.case.problem, None
+        if self.timed.redraws and copies:
+            inputs = regions_to_redraw(self._comparer, problem, copies)
+        every = [copy[name] for copy in (self.outputs, *copies) for name in problem.outputs]
+        outputs = self._comparer.regions([(output, 0, 0) for output in every])
+        self._session.settle()
+        return _Cold(copies, inputs, outputs)
 
     def look(self, proven: Proven, copies: Sequence[Mapping[str, Buffer]] = ()) -> None:
         """Enqueue a look at the outputs; `end` is then to be told that they are `looked` at.

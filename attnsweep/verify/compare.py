@@ -456,10 +456,13 @@ class Comparer:
         args = [np.uint64(regions.records.pointer), np.int32(guard_bytes), to]
         self._launch("look", blocks, args, _SUMS, regions.count)
 
-    def renew(self, regions: LaunchRecords) -> None:
-        """Fill each region with NaN, and renew its guards, as Buffer.poison does."""
+    def renew(self, regions: LaunchRecords, guard_bytes: int = GUARD_BYTES) -> None:
+        """Fill each region with NaN, and renew its guards, as Buffer.poison does.
+
+        guard_bytes: 0 if guards stay as they are.
+        """
         blocks = self._blocks(regions.most * regions.count, regions.count)
-        args = [np.uint64(regions.records.pointer), np.int32(GUARD_BYTES)]
+        args = [np.uint64(regions.records.pointer), np.int32(guard_bytes)]
         self._launch("renew", blocks, args, 0, regions.count)
 
     def _blocks(self, nbytes: int, parts: int) -> int:

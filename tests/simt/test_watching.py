@@ -105,6 +105,11 @@ def test_regions_are_looked_at_as_each_apart(device, sizes, damaged, sm_count):
     counts = judge.counts(14)
     assert counts[3:7].tolist() == counts[10:14].tolist()
     assert not counts[7:10].any()
+    before = [one.all.copy() for one in buffers]
+    judge.renew(table, 0)
+    for one, was in zip(buffers, before, strict=True):
+        was[GUARD_BYTES : GUARD_BYTES + one.nbytes] = 0xFF
+        assert (one.all == was).all()
     judge.renew(table)
     for one in buffers:
         apart = HostBuffer(one.nbytes, guard=one.guard_byte)

@@ -576,11 +576,13 @@ extern "C" __global__ void __launch_bounds__(256)
     take_to(regions[blockIdx.y], from, to);
     if (call && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) contents[call] = to;
 }
-// Fills each region with NaN, and renews its guards.
+// Fills each region with NaN, and renews its guards of so many bytes.
 extern "C" __global__ void __launch_bounds__(256) renew(const Region* regions, int guard_bytes) {
     Region one = regions[blockIdx.y];
+    each_word(reinterpret_cast<unsigned*>(one.at), 0, one.bytes / 4, true,
+              [](unsigned, long long) { return ~0u; });
     long long first = blockIdx.x * 256 + threadIdx.x, all = gridDim.x * 256;
-    for (long long i = first; i < one.bytes; i += all) one.at[i] = 0xFF;
+    if (first < one.bytes % 4) one.at[one.bytes / 4 * 4 + first] = 0xFF;
     for (long long i = first; i < guard_bytes; i += all)
         one.at[i - guard_bytes] = one.at[one.bytes + i] = one.guard;
 }
