@@ -77,6 +77,11 @@ class Proven:
     slack: float = 1.0
     """How many times its outputs may exceed a limit, as a library may that did when checked."""
 
+    @property
+    def collected_lse(self) -> Mapping[str, Buffer]:
+        """The log-sum-exp that `collect` copies beside the outputs, if there is one."""
+        return {} if self.collect is None or self.lse is None else {"lse": self.lse}
+
 
 @dataclass(slots=True)
 class _Cold:
@@ -338,7 +343,7 @@ class Calls:
             self._comparer.clear()
             for slot, digest in enumerate(others):
                 proven.collect(0, at, which=int(np.flatnonzero(digests == np.uint64(digest))[0]))
-                self.timed.judge_rows(slot, at, proven.lse)
+                self.timed.judge_rows(slot, {**at, **proven.collected_lse})
         self._refuse_rows(proven, len(others))
         judged = np.array([digests[self._kept[0]], *others], np.uint64)
         return int(np.isin(digests, judged).sum())
@@ -373,7 +378,7 @@ class Calls:
             held = list[object]()
             for slot, (content, sealed) in enumerate(zip(contents, outputs, strict=True)):
                 timed.to_content(content)
-                timed.judge_rows(slot, {**timed.buffers, **sealed}, sealed.get("lse"))
+                timed.judge_rows(slot, {**timed.buffers, **sealed})
                 if slot in chosen:
                     at = (count + len(held)) * len(timed.outputs)
                     held.append(timed.compare_anew(at, sealed))
@@ -403,14 +408,17 @@ class Calls:
         """
         self._comparer.clear()
         self._kept = 0, 0
+        own = proven.collected_lse
         for slot, (number, at) in enumerate(copies):
-            lse = None
             if proven.collect is not None:
-                which, lse = proven.collect(number, at), proven.lse
+                which = proven.collect(number, at)
                 self._look_at_kept(proven, which, 2 * len(copies))
             else:
                 cast(BoundCall, proven.call).turn(number, back=True, every=False)
-            self.timed.judge_rows(slot, at, lse)
+            if own:  # the next is collected to the same place
+                self.timed.judge_rows(slot, {**at, **own})
+        if not own:
+            self.timed.judge_rows(0, *(at for _, at in copies))
         self._comparer.send(len(copies) * len(self.timed.outputs))
         for slot, (number, at) in enumerate(copies if proven.deterministic else ()):
             for name in self.timed.outputs:

@@ -289,16 +289,14 @@ class DeviceCase:
             self.comparer.compare(one, slot + number)
         return side
 
-    def judge_rows(
-        self, slot: int, buffers: Mapping[str, Buffer] | None = None, lse: Buffer | None = None
-    ) -> None:
-        """Compare rows at random with float64 of the inputs as they are, its own or of a copy.
+    def judge_rows(self, slot: int, *every: Mapping[str, Buffer]) -> None:
+        """Compare rows at random of calls with float64 of the inputs as they are.
 
-        Findings go to as many slots as there are outputs, the slot-th of such groups.
+        every: the tensors of each, with an `lse` that is judged too. Findings go to as many slots
+        for each as there are outputs, from the slot-th of such groups on.
         """
-        first = slot * len(self.outputs)
         seed = secrets.randbits(64)
-        self._oracle.judge_rows(self, buffers or self.buffers, seed, first, lse)
+        self._oracle.judge_rows(self, every, seed, slot * len(self.outputs))
 
     def refuse_rows(
         self,

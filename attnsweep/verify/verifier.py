@@ -239,12 +239,10 @@ class Verifier(Calls):
                 timed.buffers[name].copy_from(hard.buffers[name], stream)
             self._poison(proven)
             replay()
-            lse = None
             if proven.collect is not None:
                 proven.collect(0, self.outputs)
-                lse = proven.lse
             self._comparer.clear()
-            hard.judge_rows(0, {**hard.buffers, **self.outputs}, lse)
+            hard.judge_rows(0, {**hard.buffers, **self.outputs, **proven.collected_lse})
             for name in names:
                 timed.buffers[name].copy_from(kept[name], stream)
             self._refuse_rows(replace(proven, device_case=hard), 1)

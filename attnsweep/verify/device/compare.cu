@@ -137,30 +137,53 @@ using In = Fp32;
 #endif
 using Out = In;
 #endif
+// Calls whose rows, or digests, are asked for together; verify/compare.py knows them too.
+constexpr int TOGETHER = 16;
+// What a call has of its own. Null is none; lse is one that is judged.
+struct Given {
+    const void *q, *k, *v, *o;
+    const float *of_q, *of_k, *of_v;
+    const int* key_range;
+    const unsigned char* mask;
+    const int *cu_q, *cu_k;
+    const void* bias;
+    const float *sinks, *lse;
+};
+struct Calls {
+    Given at[TOGETHER];
+};
+// What calls of a problem have in common.
+struct Common {
+    int group, seqlen_q, seqlen_k, head_dim, value_dim, low, high, block, blocks, heads, apart;
+    int sequences, of_item, of_head;
+    double scale, softcap;
+    __device__ Scales scales(const Given& at) const {
+        return {at.of_q, at.of_k, at.of_v, block, blocks};
+    }
+    __device__ Seen seen(const Given& at) const {
+        return {at.key_range, at.mask, heads, apart, at.cu_q, at.cu_k, sequences};
+    }
+    __device__ Scores scores(const Given& at) const {
+        return {softcap, at.bias, of_item, of_head, at.sinks, heads};
+    }
+};
 #if !PART || PART == 2
-extern "C" __global__ void __launch_bounds__(256)
-    reference_64(const void* q, const void* k, const void* v, double* out, double* lse, int group,
-                 int seqlen_q, int seqlen_k, int head_dim, int value_dim, double scale, int low,
-                 int high, const float* of_q, const float* of_k, const float* of_v, int block,
-                 int blocks, const int* key_range, const unsigned char* mask, int heads, int apart,
-                 const int* cu_q, const int* cu_k, int sequences, double softcap, const void* bias,
-                 int of_item, int of_head, const float* sinks, int every, int phase) {
-    attend<In, 64>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, value_dim, scale, low,
-                   high, Scales{of_q, of_k, of_v, block, blocks},
-                   Seen{key_range, mask, heads, apart, cu_q, cu_k, sequences},
-                   Scores{softcap, bias, of_item, of_head, sinks, heads}, Sample{every, phase});
+template <int COLUMNS>
+__device__ void reference(const Given& at, const Common& of, double* out, double* lse,
+                          Sample sample) {
+    attend<In, COLUMNS>(at.q, at.k, at.v, out, lse, of.group, of.seqlen_q, of.seqlen_k, of.head_dim,
+                        of.value_dim, of.scale, of.low, of.high, of.scales(at), of.seen(at),
+                        of.scores(at), sample);
 }
 extern "C" __global__ void __launch_bounds__(256)
-    reference_128(const void* q, const void* k, const void* v, double* out, double* lse, int group,
-                  int seqlen_q, int seqlen_k, int head_dim, int value_dim, double scale, int low,
-                  int high, const float* of_q, const float* of_k, const float* of_v, int block,
-                  int blocks, const int* key_range, const unsigned char* mask, int heads, int apart,
-                  const int* cu_q, const int* cu_k, int sequences, double softcap, const void* bias,
-                  int of_item, int of_head, const float* sinks, int every, int phase) {
-    attend<In, 128>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, value_dim, scale, low,
-                    high, Scales{of_q, of_k, of_v, block, blocks},
-                    Seen{key_range, mask, heads, apart, cu_q, cu_k, sequences},
-                    Scores{softcap, bias, of_item, of_head, sinks, heads}, Sample{every, phase});
+    reference_64(const __grid_constant__ Given at, const __grid_constant__ Common of, double* out,
+                 double* lse, int every, int phase) {
+    reference<64>(at, of, out, lse, Sample{every, phase});
+}
+extern "C" __global__ void __launch_bounds__(256)
+    reference_128(const __grid_constant__ Given at, const __grid_constant__ Common of, double* out,
+                  double* lse, int every, int phase) {
+    reference<128>(at, of, out, lse, Sample{every, phase});
 }
 #endif
 #if !PART || PART == 3
@@ -249,30 +272,28 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // Judges rows at random, one a block, or all if there are no more, on the inputs as they are now:
 // attention of each is computed here. `seed` chooses them, and nothing knows it before the launch.
-// rows: of all heads. Two blocks an SM leave it the registers that it needs.
+// rows: of all heads. Blocks with a y judge the y-th call. Two blocks an SM leave it the registers
+// that it needs.
 extern "C" __global__ void __launch_bounds__(256, 2)
-    judge_rows(const void* q, const void* k, const void* v, const void* o, Found* found, int group,
-               int seqlen_q, int seqlen_k, int head_dim, int value_dim, double scale, int low,
-               int high, const float* of_q, const float* of_k, const float* of_v, int block,
-               int blocks, const int* key_range, const unsigned char* mask, int heads, int apart,
-               const int* cu_q, const int* cu_k, int sequences, double softcap, const void* bias,
-               int of_item, int of_head, const float* sinks, unsigned long long seed,
-               long long rows, double floor, const float* lse) {
-    long long at = mixed(seed ^ blockIdx.x * 0x9E3779B97F4A7C15ull) % rows;
+    judge_rows(const __grid_constant__ Calls calls, const __grid_constant__ Common of, Found* found,
+               unsigned long long seed, long long rows, double floor) {
+    const Given& given = calls.at[blockIdx.y];
+    int block = blockIdx.y * gridDim.x + blockIdx.x, value_dim = of.value_dim;
+    long long at = mixed(seed ^ block * 0x9E3779B97F4A7C15ull) % rows;
     if (rows <= gridDim.x) at = blockIdx.x;
     const double* expected =
-        attend_row<In>(q, k, v, at / seqlen_q, at % seqlen_q, group, seqlen_q, seqlen_k, head_dim,
-                       value_dim, scale, low, high, Scales{of_q, of_k, of_v, block, blocks},
-                       Seen{key_range, mask, heads, apart, cu_q, cu_k, sequences},
-                       Scores{softcap, bias, of_item, of_head, sinks, heads});
+        attend_row<In>(given.q, given.k, given.v, at / of.seqlen_q, at % of.seqlen_q, of.group,
+                       of.seqlen_q, of.seqlen_k, of.head_dim, value_dim, of.scale, of.low, of.high,
+                       of.scales(given), of.seen(given), of.scores(given));
     if (threadIdx.x >= 32) return;
-    const Out::Bits* bits = static_cast<const Out::Bits*>(o) + at * value_dim;
+    const Out::Bits* bits = static_cast<const Out::Bits*>(given.o) + at * value_dim;
     Found one = of_row<Out>(bits, expected, nullptr, value_dim, floor, at);
     if (threadIdx.x > 0) return;
+    const float* lse = given.lse;
     double right = expected[8 * value_dim];  // of a thread that wrote it
     one.tile_gain = lse && lse[at] != right ? fabs(lse[at] - right) / fmax(1., fabs(right)) : 0;
     if (!(one.tile_gain <= 1e300)) one.tile_gain = 1e300;
-    found[blockIdx.x] = one;
+    found[block] = one;
 }
 #endif
 #if !PART || PART == 3
@@ -332,9 +353,10 @@ __device__ void summarise(const Found* found, long long tiles, Found* all) {
     }
     if (threadIdx.x == 0) *all = of_thread[0];
 }
+// A block takes the tiles of its own call.
 extern "C" __global__ void __launch_bounds__(256)
     summary(const Found* found, long long tiles, Found* all) {
-    summarise(found, tiles, all);
+    summarise(found + blockIdx.x * tiles, tiles, all + blockIdx.x);
 }
 
 // The largest |written - expected| / max(1, |expected|) of float32 values; NaN counts as 1e300. Of
