@@ -420,12 +420,15 @@ class Calls:
         if not own:
             self.timed.judge_rows(0, *(at for _, at in copies))
         self._comparer.send(len(copies) * len(self.timed.outputs))
-        for slot, (number, at) in enumerate(copies if proven.deterministic else ()):
-            for name in self.timed.outputs:
-                self._comparer.digest(at[name], slot, poison=True)
+        if not proven.deterministic:
+            return
+        outputs = [[at[name] for _, at in copies] for name in self.timed.outputs]
+        for every in outputs:
+            self._comparer.digests(every, 0, poison=True)
+        for number, _ in copies:
             proven.call.enqueue(number)
-            for name in self.timed.outputs:
-                self._comparer.digest(at[name], len(copies) + slot)
+        for every in outputs:
+            self._comparer.digests(every, len(copies))
 
     def _look_at_kept(self, proven: Proven, which: int, first: int) -> None:
         """Enqueue digests of all kept outputs of a warm replay; `which` is judged in its rows."""
@@ -464,11 +467,10 @@ class Calls:
                 proven.collect(first + number, copy)
             else:
                 cast(BoundCall, proven.call).turn(first + number, back=True, every=False)
-            if proven.deterministic:
-                for name in proven.device_case.outputs:
-                    self._comparer.digest(copy[name], number)
-            else:
+            if not proven.deterministic:
                 proven.device_case.compare(number, copy)
+        for name in proven.device_case.outputs if proven.deterministic else ():
+            self._comparer.digests([copy[name] for copy in copies], 0)
 
     def _look(self, proven: Proven, slot: int) -> None:
         """Enqueue a look at what a call wrote into a slot, and poison it."""

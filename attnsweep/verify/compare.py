@@ -382,20 +382,29 @@ class Comparer:
 
     def digest(self, buffer: Buffer, slot: int, *, poison: bool = False) -> None:
         """Add a digest of the buffer to a slot; poison: then fill it with NaN."""
-        self._digest(buffer, 1, self._counts.pointer + 8 * slot, poison)
+        self.digests([buffer], slot, poison=poison)
+
+    def digests(self, buffers: Sequence[Buffer], slot: int, *, poison: bool = False) -> None:
+        """`digest` of buffers of one size, each to a slot of its own, from this one on."""
+        for first in range(0, len(buffers), _TOGETHER):
+            some = buffers[first : first + _TOGETHER]
+            self._digest(some, 1, self._counts.pointer + 8 * (slot + first), poison)
 
     def digest_parts(self, buffer: Buffer, sums: Buffer, first: int, parts: int) -> None:
         """Add the digests of equal parts of a buffer to as many uint64 of `sums` from `first` on.
 
         They add up to the digest of the whole. A part has a multiple of four bytes, or is the only.
         """
-        self._digest(buffer, parts, sums.pointer + 8 * first, False)
+        self._digest([buffer], parts, sums.pointer + 8 * first, False)
 
-    def _digest(self, buffer: Buffer, parts: int, to: int, poison: bool) -> None:
-        sizes = (np.int64(buffer.nbytes), np.int32(parts), np.int32(poison))
-        args = [np.uint64(buffer.pointer), *sizes, np.uint64(to)]
-        blocks = self._blocks(buffer.nbytes, parts)
-        self._launch("digest", blocks, args, _SUMS, min(parts, _PARTS))
+    def _digest(self, some: Sequence[Buffer], parts: int, to: int, poison: bool) -> None:
+        nbytes, count = some[0].nbytes, len(some)
+        places = np.zeros(_TOGETHER, np.uint64)
+        places[:count] = [buffer.pointer for buffer in some]
+        sizes = (np.int64(nbytes), np.int32(parts), np.int32(poison))
+        args = [places.view(f"V{places.nbytes}"), *sizes, np.uint64(to)]
+        blocks = self._blocks(nbytes * count, parts * count)
+        self._launch("digest", blocks, args, _SUMS, min(parts, _PARTS), count)
 
     def negate(
         self, tensors: Sequence[Buffer], dtype: str, heads: int, mix: Buffer, old: int, new: int

@@ -446,11 +446,19 @@ __device__ void add_of_block(unsigned long long own, unsigned long long* sum) {
     __syncthreads();
 }
 
+// Where tensors of one size are.
+struct Places {
+    unsigned* at[TOGETHER];
+};
 // Adds to sums[part] a value of the bits and places of each of `parts` equal parts, which does not
-// depend on the order; all parts' values add up to that of the whole. poison: 1 if the bytes are
-// then filled with NaN, so that the next call must write all of them, else 0.
+// depend on the order; all parts' values add up to that of the whole. The sums of the next tensor
+// follow. poison: 1 if the bytes are then filled with NaN, so that the next call must write all of
+// them, else 0.
 extern "C" __global__ void __launch_bounds__(256)
-    digest(unsigned* words, long long bytes, int parts, int poison, unsigned long long* sums) {
+    digest(const __grid_constant__ Places places, long long bytes, int parts, int poison,
+           unsigned long long* sums) {
+    unsigned* words = places.at[blockIdx.z];
+    sums += static_cast<long long>(blockIdx.z) * parts;
     long long count = bytes / 4, length = (count + parts - 1) / parts;
     // Not a constant, so that a store waits until its word is read.
     unsigned poisoned = -poison;
