@@ -324,10 +324,9 @@ class Calls:
     def _refuse_rows(self, proven: Proven, slots: int, whole: int = 0) -> None:
         """slots: calls of which rows were compared. whole: those behind them, in every element."""
         often, timed = proven.rounds_scores, proven.device_case
-        same, outputs = self._same(timed, often), timed.outputs
-        for slot, values in enumerate(self._comparer.found((slots + whole) * len(outputs))):
-            name = outputs[slot % len(outputs)]
-            timed.refuse_rows(values, often, same, proven.slack, name, lse=slot < slots)
+        outputs, same = len(timed.outputs), self._same(timed, often)
+        found = self._comparer.found((slots + whole) * outputs)
+        timed.refuse_rows(found, often, same, proven.slack, slots * outputs)
 
     def _judge_kept(
         self, proven: Proven, at: Mapping[str, Buffer], digests: npt.NDArray[np.uint64]

@@ -6,6 +6,7 @@ several of them through a check in a few launches.
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 from collections.abc import Mapping, Sequence
@@ -300,26 +301,29 @@ class DeviceCase:
 
     def refuse_rows(
         self,
-        values: dict[str, float],
+        found: Sequence[dict[str, float]],
         rounds_scores: int,
         same: Same | None,
         slack: float,
-        output: str,
-        *,
-        lse: bool,
+        rows: int,
     ) -> None:
-        """Raise WrongResult if what judge_rows or compare_anew found is over `slack` times a limit.
+        """Raise WrongResult if a finding is over `slack` times a limit.
 
-        lse: whether it is of judge_rows, which compares log-sum-exps too, if calls may return any.
+        found: of judge_rows and then of compare_anew, of each call's outputs in turn. rows: how
+        many are of judge_rows, which compares log-sum-exps too, if calls may return any.
         """
-        most = self._oracle.limits(self.case, rounds_scores, same)[output]
-        taken = Measures(**{name: values[name] for name in ("row", "element", "row_gain")})
-        label = self._said(output, f"{self.case.label}, drawn anew")
-        if values["nans"]:
-            raise WrongResult(f"outputs are NaN or were never written ({label})")
-        self._refuse(output, values, taken, most, label, slack, None)
-        if lse and self.case.problem.op.optional(self.case.problem):
-            self._refuse_lse(values["tile_gain"], label, None)
+        most = self._oracle.limits(self.case, rounds_scores, same)
+        anew = f"{self.case.label}, drawn anew"
+        labels = {name: self._said(name, anew) for name in self.outputs}
+        lse = self.case.problem.op.optional(self.case.problem)
+        for number, (output, values) in enumerate(zip(itertools.cycle(labels), found)):
+            taken = Measures(values["row"], values["element"], row_gain=values["row_gain"])
+            label = labels[output]
+            if values["nans"]:
+                raise WrongResult(f"outputs are NaN or were never written ({label})")
+            self._refuse(output, values, taken, most[output], label, slack, None)
+            if lse and number < rows:
+                self._refuse_lse(values["tile_gain"], label, None)
 
     def _said(self, output: str, label: str) -> str:
         """A label that names the output, if there are several."""
