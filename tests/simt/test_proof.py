@@ -18,6 +18,7 @@ from attnsweep.core.layouts import Packed, Padded
 from attnsweep.core.masks import CAUSAL, pattern
 from attnsweep.core.problem import Problem
 from attnsweep.core.scores import Scores
+from attnsweep.verify import compare as judge_module
 from attnsweep.verify import encoding, reference
 from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify.compare import Comparer
@@ -230,6 +231,21 @@ def copies_of(bench, count):
             buffer.copy_from(buffers[name])
         copies.append(copy)
     return copies
+
+
+def test_seconds_that_the_judges_code_takes_are_no_inputs(device, no_small_cases, timed_by, monkeypatch):
+    now, found = [0.0], judge_module.judge_cubin
+    timed_by(lambda: now[0], timings)
+
+    def compiled(*how):
+        now[0] = 4.0
+        return found(*how)
+
+    monkeypatch.setattr(judge_module, "judge_cubin", compiled)
+    timings.proof_taken()
+    Bench(device, PROBLEM)
+    taken = timings.proof_taken()
+    assert (taken["the judge's code"], taken["inputs"]) == (4.0, 0.0)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
