@@ -91,9 +91,8 @@ class _Cold:
     inputs: LaunchRecords | None
     """None if they are not drawn anew."""
     outputs: LaunchRecords
-    """Theirs, and those of the timed tensors."""
+    """With those of the timed tensors."""
     content: int = 0
-    """What the inputs were last drawn from; 0 while they are as made."""
 
 
 class Calls:
@@ -224,9 +223,15 @@ class Calls:
         Where nothing is drawn anew, all have the inputs as they were made.
         """
         with self._prepared():
-            if self._cold is None or self._cold.copies is not copies:
-                self._cold = self._tables_of(copies)
             cold = self._cold
+            if cold is None or cold.copies is not copies:
+                problem, inputs = self.timed.case.problem, None
+                if self.timed.redraws and copies:
+                    inputs = regions_to_redraw(self._comparer, problem, copies)
+                every = [at[name] for at in (self.outputs, *copies) for name in problem.outputs]
+                outputs = self._comparer.regions([(output, 0, 0) for output in every])
+                self._session.settle()
+                cold = self._cold = _Cold(copies, inputs, outputs)
             if cold.inputs is not None:
                 self.timed.redraw()
                 before, cold.content = cold.content, secrets.randbits(64) or 1
@@ -234,15 +239,6 @@ class Calls:
             else:
                 self.timed.go_to(PLAIN)
             self._comparer.renew(cold.outputs, 0)
-
-    def _tables_of(self, copies: Sequence[Mapping[str, Buffer]]) -> _Cold:
-        problem, inputs = self.timed.case.problem, None
-        if self.timed.redraws and copies:
-            inputs = regions_to_redraw(self._comparer, problem, copies)
-        every = [copy[name] for copy in (self.outputs, *copies) for name in problem.outputs]
-        outputs = self._comparer.regions([(output, 0, 0) for output in every])
-        self._session.settle()
-        return _Cold(copies, inputs, outputs)
 
     def look(self, proven: Proven, copies: Sequence[Mapping[str, Buffer]] = ()) -> None:
         """Enqueue a look at the outputs; `end` is then to be told that they are `looked` at.
@@ -370,7 +366,7 @@ class Calls:
             self._comparer.clear()
             for slot, sealed in enumerate(outputs):
                 for one in sealed.values():
-                    self._comparer.digest(one, slot)
+                    self._comparer.digest([one], slot)
             contents = contents_of(first, self._comparer.counts(count).tolist())
             self._comparer.clear()
             chosen = secrets.SystemRandom().sample(range(count), self._whole(count) if whole else 0)
@@ -423,11 +419,11 @@ class Calls:
             return
         outputs = [[at[name] for _, at in copies] for name in self.timed.outputs]
         for every in outputs:
-            self._comparer.digests(every, 0, poison=True)
+            self._comparer.digest(every, 0, poison=True)
         for number, _ in copies:
             proven.call.enqueue(number)
         for every in outputs:
-            self._comparer.digests(every, len(copies))
+            self._comparer.digest(every, len(copies))
 
     def _look_at_kept(self, proven: Proven, which: int, first: int) -> None:
         """Enqueue digests of all kept outputs of a warm replay; `which` is judged in its rows."""
@@ -469,7 +465,7 @@ class Calls:
             if not proven.deterministic:
                 proven.device_case.compare(number, copy)
         for name in proven.device_case.outputs if proven.deterministic else ():
-            self._comparer.digests([copy[name] for copy in copies], 0)
+            self._comparer.digest([copy[name] for copy in copies], 0)
 
     def _look(self, proven: Proven, slot: int) -> None:
         """Enqueue a look at what a call wrote into a slot, and poison it."""
@@ -477,9 +473,9 @@ class Calls:
             proven.collect(0, proven.device_case.buffers)
         if proven.deterministic:
             for name in proven.device_case.outputs:
-                self._comparer.digest(proven.device_case.buffers[name], slot, poison=True)
+                self._comparer.digest([proven.device_case.buffers[name]], slot, poison=True)
             if proven.lse is not None:
-                self._comparer.digest(proven.lse, slot, poison=True)
+                self._comparer.digest([proven.lse], slot, poison=True)
         else:
             proven.device_case.compare(slot)
             proven.device_case.poison()

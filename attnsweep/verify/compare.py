@@ -7,6 +7,7 @@ that tell whether many calls gave the same bits.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -66,19 +67,13 @@ def judge_cubin(arch: str, dtype: str, part: int, cache_dir: Path | None) -> str
         return str(compiler.compile(*judge_source(dtype, part)).path)
 
 
-# Calls whose rows are judged together, and what compare.cu's Given says of each.
+# Calls that are judged together, and the tensors whose places compare.cu's Given says of each.
 _TOGETHER = 16
 _GIVEN = (
     *(*"qkvo", "q_scale", "k_scale", "v_scale", "key_range", "mask"),
     *("cu_seqlens_q", "cu_seqlens_k", "bias", "sinks", "lse"),
 )
-# compare.cu's Common, Region and Output.
-_COMMON = np.dtype(
-    [
-        *((f"size {number}", np.int32) for number in range(14)),
-        *((name, np.float64) for name in ("scale", "softcap")),
-    ]
-)
+# compare.cu's Region and Output.
 _REGION = np.dtype([(name, np.int64) for name in ("at", "bytes", "guard", "digested", "slot")])
 _OUTPUT = np.dtype(
     [
@@ -380,12 +375,8 @@ class Comparer:
         args += [np.int32(n) for n in (problem.seqlen_q, sample.every, sample.phase)]
         self._launch("judge_lse", 1, args, 8 * _THREADS)
 
-    def digest(self, buffer: Buffer, slot: int, *, poison: bool = False) -> None:
-        """Add a digest of the buffer to a slot; poison: then fill it with NaN."""
-        self.digests([buffer], slot, poison=poison)
-
-    def digests(self, buffers: Sequence[Buffer], slot: int, *, poison: bool = False) -> None:
-        """`digest` of buffers of one size, each to a slot of its own, from this one on."""
+    def digest(self, buffers: Sequence[Buffer], slot: int, *, poison: bool = False) -> None:
+        """Add digests of buffers of one size to as many slots; poison: then fill them with NaN."""
         for first in range(0, len(buffers), _TOGETHER):
             some = buffers[first : first + _TOGETHER]
             self._digest(some, 1, self._counts.pointer + 8 * (slot + first), poison)
@@ -399,10 +390,8 @@ class Comparer:
 
     def _digest(self, some: Sequence[Buffer], parts: int, to: int, poison: bool) -> None:
         nbytes, count = some[0].nbytes, len(some)
-        places = np.zeros(_TOGETHER, np.uint64)
-        places[:count] = [buffer.pointer for buffer in some]
-        sizes = (np.int64(nbytes), np.int32(parts), np.int32(poison))
-        args = [places.view(f"V{places.nbytes}"), *sizes, np.uint64(to)]
+        places = _by_value([buffer.pointer for buffer in some], _TOGETHER)
+        args = [places, np.int64(nbytes), np.int32(parts), np.int32(poison), np.uint64(to)]
         blocks = self._blocks(nbytes * count, parts * count)
         self._launch("digest", blocks, args, _SUMS, min(parts, _PARTS), count)
 
@@ -533,21 +522,27 @@ def row_bytes(problem: Problem) -> int:
     return 8 * (problem.head_dim + _THREADS // 32 * (problem.value_dim + 2))
 
 
+def _by_value(pointers: Sequence[int], room: int) -> Any:
+    """A struct of so many pointers, as an array of one item, which CuPy passes by value."""
+    made = np.zeros(room, np.uint64)
+    made[: len(pointers)] = pointers
+    return made.view(f"V{made.nbytes}")
+
+
 def _given(every: Sequence[Mapping[str, Buffer]], problem: Problem, room: int) -> Any:
-    """compare.cu's Given of calls, in an array of one item, which CuPy passes by value."""
+    """compare.cu's Given of calls, by value."""
     # Other masks are between two diagonals.
     inputs = {*problem.inputs} - ({"mask"} if problem.mask.pattern is None else set())
-    made = np.zeros(room * len(_GIVEN), np.uint64)
-    for number, at in enumerate(every):
+    pointers = list[int]()
+    for at in every:
         own = inputs | (at.keys() & {*problem.outputs, "lse"})
-        pointers = [at[name].pointer if name in own else 0 for name in _GIVEN]
-        made[number * len(_GIVEN) : (number + 1) * len(_GIVEN)] = pointers
-    return made.view(f"V{made.nbytes}")
+        pointers += [at[name].pointer if name in own else 0 for name in _GIVEN]
+    return _by_value(pointers, room * len(_GIVEN))
 
 
 @lru_cache(maxsize=256)
 def _common(problem: Problem, tilt: float = 0) -> Any:
-    """compare.cu's Common of a problem, passed likewise."""
+    """compare.cu's Common of a problem, by value."""
     per, blocks = 2**31 - 1, 1
     if problem.format.scale_block is not None:
         per, blocks = problem.format.scale_block, problem.shape_of("k_scale")[2]
@@ -558,7 +553,7 @@ def _common(problem: Problem, tilt: float = 0) -> Any:
         *(problem.items_differ, problem.layout.sequences, "item" in own, "head" in own),
         *(problem.scale * (1 + tilt), problem.scores.softcap),
     )
-    return np.array([made], _COMMON).view(f"V{_COMMON.itemsize}")
+    return np.frombuffer(packed := struct.pack("14i2d", *made), f"V{len(packed)}")
 
 
 def _gradients(at: Mapping[str, Buffer], problem: Problem) -> list[Any]:

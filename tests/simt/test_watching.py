@@ -26,7 +26,7 @@ def digest_of(device, data, parts=1, sm_count=2, poison=False):
     sums.fill(0)
     if poison:
         judge.clear()
-        judge.digest(buffer, 5, poison=True)
+        judge.digest([buffer], 5, poison=True)
         return int(judge.counts(6)[5]), buffer
     judge.digest_parts(buffer, sums, 0, parts)
     return sums.of(np.uint64).tolist(), buffer
@@ -58,8 +58,8 @@ def test_digests_that_are_asked_for_together_have_slots_of_their_own(poison, dev
     judge, buffers = device.judge("fp16"), [uploaded(one) for one in data]
     judge.clear()
     for slot, buffer in enumerate(buffers):
-        judge.digest(buffer, slot)
-    judge.digests(buffers, 20, poison=poison)
+        judge.digest([buffer], slot)
+    judge.digest(buffers, 20, poison=poison)
     counts = judge.counts(40)
     assert counts[20:38].tolist() == counts[:18].tolist()
     assert len({*counts[:18].tolist()}) == 18
@@ -118,7 +118,7 @@ def test_regions_are_looked_at_as_each_apart(device, sizes, damaged, sm_count):
     for number, buffer in enumerate(buffers):
         judge.count_outside(buffer, 10 + number // 2)
         if number % 2 == 0:
-            judge.digest(buffer, 10 + number // 2)
+            judge.digest([buffer], 10 + number // 2)
     counts = judge.counts(14)
     assert counts[3:7].tolist() == counts[10:14].tolist()
     assert not counts[7:10].any()

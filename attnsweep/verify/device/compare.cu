@@ -139,51 +139,19 @@ using Out = In;
 #endif
 // Calls whose rows, or digests, are asked for together; verify/compare.py knows them too.
 constexpr int TOGETHER = 16;
-// What a call has of its own. Null is none; lse is one that is judged.
-struct Given {
-    const void *q, *k, *v, *o;
-    const float *of_q, *of_k, *of_v;
-    const int* key_range;
-    const unsigned char* mask;
-    const int *cu_q, *cu_k;
-    const void* bias;
-    const float *sinks, *lse;
-};
 struct Calls {
     Given at[TOGETHER];
 };
-// What calls of a problem have in common.
-struct Common {
-    int group, seqlen_q, seqlen_k, head_dim, value_dim, low, high, block, blocks, heads, apart;
-    int sequences, of_item, of_head;
-    double scale, softcap;
-    __device__ Scales scales(const Given& at) const {
-        return {at.of_q, at.of_k, at.of_v, block, blocks};
-    }
-    __device__ Seen seen(const Given& at) const {
-        return {at.key_range, at.mask, heads, apart, at.cu_q, at.cu_k, sequences};
-    }
-    __device__ Scores scores(const Given& at) const {
-        return {softcap, at.bias, of_item, of_head, at.sinks, heads};
-    }
-};
 #if !PART || PART == 2
-template <int COLUMNS>
-__device__ void reference(const Given& at, const Common& of, double* out, double* lse,
-                          Sample sample) {
-    attend<In, COLUMNS>(at.q, at.k, at.v, out, lse, of.group, of.seqlen_q, of.seqlen_k, of.head_dim,
-                        of.value_dim, of.scale, of.low, of.high, of.scales(at), of.seen(at),
-                        of.scores(at), sample);
-}
 extern "C" __global__ void __launch_bounds__(256)
-    reference_64(const __grid_constant__ Given at, const __grid_constant__ Common of, double* out,
+    reference_64(const __grid_constant__ Given call, const __grid_constant__ Common of, double* out,
                  double* lse, int every, int phase) {
-    reference<64>(at, of, out, lse, Sample{every, phase});
+    attend<In, 64>(call, of, out, lse, Sample{every, phase});
 }
 extern "C" __global__ void __launch_bounds__(256)
-    reference_128(const __grid_constant__ Given at, const __grid_constant__ Common of, double* out,
-                  double* lse, int every, int phase) {
-    reference<128>(at, of, out, lse, Sample{every, phase});
+    reference_128(const __grid_constant__ Given call, const __grid_constant__ Common of,
+                  double* out, double* lse, int every, int phase) {
+    attend<In, 128>(call, of, out, lse, Sample{every, phase});
 }
 #endif
 #if !PART || PART == 3
@@ -281,10 +249,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     int block = blockIdx.y * gridDim.x + blockIdx.x, value_dim = of.value_dim;
     long long at = mixed(seed ^ block * 0x9E3779B97F4A7C15ull) % rows;
     if (rows <= gridDim.x) at = blockIdx.x;
-    const double* expected =
-        attend_row<In>(given.q, given.k, given.v, at / of.seqlen_q, at % of.seqlen_q, of.group,
-                       of.seqlen_q, of.seqlen_k, of.head_dim, value_dim, of.scale, of.low, of.high,
-                       of.scales(given), of.seen(given), of.scores(given));
+    const double* expected = attend_row<In>(given, of, at / of.seqlen_q, at % of.seqlen_q);
     if (threadIdx.x >= 32) return;
     const Out::Bits* bits = static_cast<const Out::Bits*>(given.o) + at * value_dim;
     Found one = of_row<Out>(bits, expected, nullptr, value_dim, floor, at);
