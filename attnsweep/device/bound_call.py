@@ -65,8 +65,11 @@ class BoundCall:
 
         every: the inputs too. What a replay left is judged by those that it was given.
         """
+        turned = self._turned[copy % len(self._turned)]
+        if not turned:  # as of most
+            return
         with self._streams[0]:
-            for name, (buffer, shape) in self._turned[copy % len(self._turned)].items():
+            for name, (buffer, shape) in turned.items():
                 if every or name in self._outputs:
                     buffer.turn(shape, back=back)
 

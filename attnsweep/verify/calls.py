@@ -77,6 +77,23 @@ class Proven:
     slack: float = 1.0
     """How many times its outputs may exceed a limit, as a library may that did when checked."""
 
+    @property
+    def collected_lse(self) -> Mapping[str, Buffer]:
+        """The log-sum-exp that `collect` copies beside the outputs, if there is one."""
+        return {} if self.collect is None or self.lse is None else {"lse": self.lse}
+
+
+@dataclass(slots=True)
+class _Cold:
+    """Copies of the timed tensors, as tables of what is written to them before each sample."""
+
+    copies: Sequence[Mapping[str, Buffer]]
+    inputs: LaunchRecords | None
+    """None if they are not drawn anew."""
+    outputs: LaunchRecords
+    """With those of the timed tensors."""
+    content: int = 0
+
 
 class Calls:
     """Calls on the timed problem, and whether what they wrote is right."""
@@ -87,8 +104,7 @@ class Calls:
         """maths: what limits come from, of the cases that are judged."""
         self.timed, self._session, self._comparer, self._maths = timed, session, comparer, maths
         self._poisons = False
-        self._cold: tuple[int, Any] | None = None
-        """The content of the cold copies' inputs, and their regions."""
+        self._cold: _Cold | None = None
         self._preparation: tuple[Any, Any] | None = None
         self._looked: tuple[Any, Any] | None = None
         """Events around the look at a replay's outputs, which is yet to be judged."""
@@ -207,20 +223,22 @@ class Calls:
         Where nothing is drawn anew, all have the inputs as they were made.
         """
         with self._prepared():
-            if self.timed.redraws and copies:
+            cold = self._cold
+            if cold is None or cold.copies is not copies:
+                problem, inputs = self.timed.case.problem, None
+                if self.timed.redraws and copies:
+                    inputs = regions_to_redraw(self._comparer, problem, copies)
+                every = [at[name] for at in (self.outputs, *copies) for name in problem.outputs]
+                outputs = self._comparer.regions([(output, 0, 0) for output in every])
+                self._session.settle()
+                cold = self._cold = _Cold(copies, inputs, outputs)
+            if cold.inputs is not None:
                 self.timed.redraw()
-                if self._cold is None:
-                    own = (self._comparer, self.timed.case.problem, copies)
-                    self._cold = 0, regions_to_redraw(*own)
-                    self._session.settle()
-                before, regions = self._cold
-                self._cold = secrets.randbits(64) or 1, regions
-                self._comparer.redraw(regions, before, self._cold[0])
+                before, cold.content = cold.content, secrets.randbits(64) or 1
+                self._comparer.redraw(cold.inputs, before, cold.content)
             else:
                 self.timed.go_to(PLAIN)
-            for copy in (self.outputs, *copies):
-                for name in self.timed.outputs:
-                    copy[name].fill(POISON)
+            self._comparer.renew(cold.outputs, 0)
 
     def look(self, proven: Proven, copies: Sequence[Mapping[str, Buffer]] = ()) -> None:
         """Enqueue a look at the outputs; `end` is then to be told that they are `looked` at.
@@ -302,10 +320,9 @@ class Calls:
     def _refuse_rows(self, proven: Proven, slots: int, whole: int = 0) -> None:
         """slots: calls of which rows were compared. whole: those behind them, in every element."""
         often, timed = proven.rounds_scores, proven.device_case
-        same, outputs = self._same(timed, often), timed.outputs
-        for slot, values in enumerate(self._comparer.found((slots + whole) * len(outputs))):
-            name = outputs[slot % len(outputs)]
-            timed.refuse_rows(values, often, same, proven.slack, name, lse=slot < slots)
+        outputs, same = len(timed.outputs), self._same(timed, often)
+        found = self._comparer.found((slots + whole) * outputs)
+        timed.refuse_rows(found, often, same, proven.slack, slots * outputs)
 
     def _judge_kept(
         self, proven: Proven, at: Mapping[str, Buffer], digests: npt.NDArray[np.uint64]
@@ -321,7 +338,7 @@ class Calls:
             self._comparer.clear()
             for slot, digest in enumerate(others):
                 proven.collect(0, at, which=int(np.flatnonzero(digests == np.uint64(digest))[0]))
-                self.timed.judge_rows(slot, at, proven.lse)
+                self.timed.judge_rows(slot, {**at, **proven.collected_lse})
         self._refuse_rows(proven, len(others))
         judged = np.array([digests[self._kept[0]], *others], np.uint64)
         return int(np.isin(digests, judged).sum())
@@ -349,14 +366,14 @@ class Calls:
             self._comparer.clear()
             for slot, sealed in enumerate(outputs):
                 for one in sealed.values():
-                    self._comparer.digest(one, slot)
+                    self._comparer.digest([one], slot)
             contents = contents_of(first, self._comparer.counts(count).tolist())
             self._comparer.clear()
             chosen = secrets.SystemRandom().sample(range(count), self._whole(count) if whole else 0)
             held = list[object]()
             for slot, (content, sealed) in enumerate(zip(contents, outputs, strict=True)):
                 timed.to_content(content)
-                timed.judge_rows(slot, {**timed.buffers, **sealed}, sealed.get("lse"))
+                timed.judge_rows(slot, {**timed.buffers, **sealed})
                 if slot in chosen:
                     at = (count + len(held)) * len(timed.outputs)
                     held.append(timed.compare_anew(at, sealed))
@@ -386,21 +403,27 @@ class Calls:
         """
         self._comparer.clear()
         self._kept = 0, 0
+        own = proven.collected_lse
         for slot, (number, at) in enumerate(copies):
-            lse = None
             if proven.collect is not None:
-                which, lse = proven.collect(number, at), proven.lse
+                which = proven.collect(number, at)
                 self._look_at_kept(proven, which, 2 * len(copies))
             else:
                 cast(BoundCall, proven.call).turn(number, back=True, every=False)
-            self.timed.judge_rows(slot, at, lse)
+            if own:  # the next is collected to the same place
+                self.timed.judge_rows(slot, {**at, **own})
+        if not own:
+            self.timed.judge_rows(0, *(at for _, at in copies))
         self._comparer.send(len(copies) * len(self.timed.outputs))
-        for slot, (number, at) in enumerate(copies if proven.deterministic else ()):
-            for name in self.timed.outputs:
-                self._comparer.digest(at[name], slot, poison=True)
+        if not proven.deterministic:
+            return
+        outputs = [[at[name] for _, at in copies] for name in self.timed.outputs]
+        for every in outputs:
+            self._comparer.digest(every, 0, poison=True)
+        for number, _ in copies:
             proven.call.enqueue(number)
-            for name in self.timed.outputs:
-                self._comparer.digest(at[name], len(copies) + slot)
+        for every in outputs:
+            self._comparer.digest(every, len(copies))
 
     def _look_at_kept(self, proven: Proven, which: int, first: int) -> None:
         """Enqueue digests of all kept outputs of a warm replay; `which` is judged in its rows."""
@@ -439,11 +462,10 @@ class Calls:
                 proven.collect(first + number, copy)
             else:
                 cast(BoundCall, proven.call).turn(first + number, back=True, every=False)
-            if proven.deterministic:
-                for name in proven.device_case.outputs:
-                    self._comparer.digest(copy[name], number)
-            else:
+            if not proven.deterministic:
                 proven.device_case.compare(number, copy)
+        for name in proven.device_case.outputs if proven.deterministic else ():
+            self._comparer.digest([copy[name] for copy in copies], 0)
 
     def _look(self, proven: Proven, slot: int) -> None:
         """Enqueue a look at what a call wrote into a slot, and poison it."""
@@ -451,9 +473,9 @@ class Calls:
             proven.collect(0, proven.device_case.buffers)
         if proven.deterministic:
             for name in proven.device_case.outputs:
-                self._comparer.digest(proven.device_case.buffers[name], slot, poison=True)
+                self._comparer.digest([proven.device_case.buffers[name]], slot, poison=True)
             if proven.lse is not None:
-                self._comparer.digest(proven.lse, slot, poison=True)
+                self._comparer.digest([proven.lse], slot, poison=True)
         else:
             proven.device_case.compare(slot)
             proven.device_case.poison()

@@ -7,9 +7,10 @@ that tell whether many calls gave the same bits.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,12 @@ def judge_cubin(arch: str, dtype: str, part: int, cache_dir: Path | None) -> str
         return str(compiler.compile(*judge_source(dtype, part)).path)
 
 
+# Calls that are judged together, and the tensors whose places compare.cu's Given says of each.
+_TOGETHER = 16
+_GIVEN = (
+    *(*"qkvo", "q_scale", "k_scale", "v_scale", "key_range", "mask"),
+    *("cu_seqlens_q", "cu_seqlens_k", "bias", "sinks", "lse"),
+)
 # compare.cu's Region and Output.
 _REGION = np.dtype([(name, np.int64) for name in ("at", "bytes", "guard", "digested", "slot")])
 _OUTPUT = np.dtype(
@@ -178,9 +185,8 @@ class Comparer:
         columns = 64 if problem.value_dim <= 64 else 128
         doubles = _TILE * _PITCH + max(2 * _STEP * _PITCH, _STEP * columns)
         tiles = ceil_div(problem.seqlen_q, _TILE) * ceil_div(problem.value_dim, columns)
-        args: list[Any] = [np.uint64(inputs[name].pointer) for name in "qkv"]
+        args = [_given([inputs], problem, 1), _common(problem, tilt)]
         args += [np.uint64(out.pointer), np.uint64(lse.pointer)]
-        args += _attention(inputs, problem, tilt)
         args += [np.int32(sample.every), np.int32(sample.phase)]
         blocks = tiles * problem.batch * problem.heads
         self._launch(f"reference_{columns}", blocks, args, 8 * doubles)
@@ -209,29 +215,32 @@ class Comparer:
 
     def judge_rows(
         self,
-        at: Mapping[str, Buffer],
+        every: Sequence[Mapping[str, Buffer]],
         problem: Problem,
         floor: float,
         seed: int,
         slot: int,
-        lse: Buffer | None = None,
     ) -> None:
-        """Compare some rows of the output `o` with float64 of the inputs as they are now.
+        """Compare some rows of calls' outputs `o` with float64 of the inputs as they are now.
 
-        at: the inputs and the output. Takes ROWS of all heads' rows by the seed, or all if there
-        are no more, and computes what is right for each. Findings go to a slot: `row`, `element`
-        and `row_gain` count, and `tile_gain` is the error of the log-sum-exp, as compare_lse's.
+        every: of each call the inputs, the output, and `lse` if its log-sum-exps are judged. Takes
+        ROWS of all heads' rows by the seed, or all if there are no more, and computes what is right
+        for each. Findings go to slots from this one on: `row`, `element` and `row_gain` count, and
+        `tile_gain` is the error of the log-sum-exp, as compare_lse's.
         """
-        at, problem = self.gathered(at, problem)
         rows = problem.batch * problem.heads * problem.seqlen_q
         blocks = min(self.ROWS, rows)
-        tiles = self._tiles_for(blocks)
-        args: list[Any] = [np.uint64(at[name].pointer) for name in "qkvo"]
-        args += [np.uint64(tiles), *_attention(at, problem)]
-        args += [np.uint64(seed), np.int64(rows), np.float64(floor)]
-        args.append(np.uint64(0 if lse is None else lse.pointer))
-        self._launch("judge_rows", blocks, args, row_bytes(problem))
-        self._summarise(blocks, slot)
+        # Pages of one call alone are gathered at a time.
+        most = 1 if isinstance(problem.layout, Paged) else _TOGETHER
+        for first in range(0, len(every), most):
+            some = [self.gathered(at, problem) for at in every[first : first + most]]
+            dense, count = some[0][1], len(some)
+            tiles = self._tiles_for(count * blocks)
+            args = [_given([at for at, _ in some], dense, _TOGETHER), _common(dense)]
+            args += [np.uint64(tiles), np.uint64((seed + first) % 2**64)]
+            args += [np.int64(rows), np.float64(floor)]
+            self._launch("judge_rows", blocks, args, row_bytes(dense), count)
+            self._summarise(blocks, slot + first, calls=count)
 
     def judge_gradient_rows(
         self,
@@ -325,11 +334,12 @@ class Comparer:
             self._tiles = Buffer(count * 8 * len(_FOUND))
         return self._tiles.pointer
 
-    def _summarise(self, tiles: int, slot: int, first: int = 0) -> None:
+    def _summarise(self, tiles: int, slot: int, first: int = 0, calls: int = 1) -> None:
+        """Findings of so many tiles of each call go to slots from this one on."""
         record = 8 * len(_FOUND)
         to = np.uint64(self._found.pointer + slot * record)
         all_of = [np.uint64(self._tiles_for(tiles) + first * record), np.int64(tiles), to]
-        self._launch("summary", 1, all_of, record * _THREADS)
+        self._launch("summary", calls, all_of, record * _THREADS)
 
     def outputs(self, every: Sequence[ComparedOutput]) -> LaunchRecords:
         """A table for compare_each."""
@@ -365,22 +375,25 @@ class Comparer:
         args += [np.int32(n) for n in (problem.seqlen_q, sample.every, sample.phase)]
         self._launch("judge_lse", 1, args, 8 * _THREADS)
 
-    def digest(self, buffer: Buffer, slot: int, *, poison: bool = False) -> None:
-        """Add a digest of the buffer to a slot; poison: then fill it with NaN."""
-        self._digest(buffer, 1, self._counts.pointer + 8 * slot, poison)
+    def digest(self, buffers: Sequence[Buffer], slot: int, *, poison: bool = False) -> None:
+        """Add digests of buffers of one size to as many slots; poison: then fill them with NaN."""
+        for first in range(0, len(buffers), _TOGETHER):
+            some = buffers[first : first + _TOGETHER]
+            self._digest(some, 1, self._counts.pointer + 8 * (slot + first), poison)
 
     def digest_parts(self, buffer: Buffer, sums: Buffer, first: int, parts: int) -> None:
         """Add the digests of equal parts of a buffer to as many uint64 of `sums` from `first` on.
 
         They add up to the digest of the whole. A part has a multiple of four bytes, or is the only.
         """
-        self._digest(buffer, parts, sums.pointer + 8 * first, False)
+        self._digest([buffer], parts, sums.pointer + 8 * first, False)
 
-    def _digest(self, buffer: Buffer, parts: int, to: int, poison: bool) -> None:
-        sizes = (np.int64(buffer.nbytes), np.int32(parts), np.int32(poison))
-        args = [np.uint64(buffer.pointer), *sizes, np.uint64(to)]
-        blocks = self._blocks(buffer.nbytes, parts)
-        self._launch("digest", blocks, args, _SUMS, min(parts, _PARTS))
+    def _digest(self, some: Sequence[Buffer], parts: int, to: int, poison: bool) -> None:
+        nbytes, count = some[0].nbytes, len(some)
+        places = _by_value([buffer.pointer for buffer in some], _TOGETHER)
+        args = [places, np.int64(nbytes), np.int32(parts), np.int32(poison), np.uint64(to)]
+        blocks = self._blocks(nbytes * count, parts * count)
+        self._launch("digest", blocks, args, _SUMS, min(parts, _PARTS), count)
 
     def negate(
         self, tensors: Sequence[Buffer], dtype: str, heads: int, mix: Buffer, old: int, new: int
@@ -456,10 +469,13 @@ class Comparer:
         args = [np.uint64(regions.records.pointer), np.int32(guard_bytes), to]
         self._launch("look", blocks, args, _SUMS, regions.count)
 
-    def renew(self, regions: LaunchRecords) -> None:
-        """Fill each region with NaN, and renew its guards, as Buffer.poison does."""
+    def renew(self, regions: LaunchRecords, guard_bytes: int = GUARD_BYTES) -> None:
+        """Fill each region with NaN, and renew its guards, as Buffer.poison does.
+
+        guard_bytes: 0 if guards stay as they are.
+        """
         blocks = self._blocks(regions.most * regions.count, regions.count)
-        args = [np.uint64(regions.records.pointer), np.int32(GUARD_BYTES)]
+        args = [np.uint64(regions.records.pointer), np.int32(guard_bytes)]
         self._launch("renew", blocks, args, 0, regions.count)
 
     def _blocks(self, nbytes: int, parts: int) -> int:
@@ -506,29 +522,38 @@ def row_bytes(problem: Problem) -> int:
     return 8 * (problem.head_dim + _THREADS // 32 * (problem.value_dim + 2))
 
 
-def _attention(at: Mapping[str, Buffer], problem: Problem, tilt: float = 0) -> list[Any]:
-    """The kernel arguments of attention from `group` to `sinks`."""
-    sizes = (problem.heads // problem.heads_kv, problem.seqlen_q, problem.seqlen_k)
-    of_scales = [f"{name}_scale" for name in "qkv"]
-    scales = [at[name].pointer if name in problem.scales else 0 for name in of_scales]
+def _by_value(pointers: Sequence[int], room: int) -> Any:
+    """A struct of so many pointers, as an array of one item, which CuPy passes by value."""
+    made = np.zeros(room, np.uint64)
+    made[: len(pointers)] = pointers
+    return made.view(f"V{made.nbytes}")
+
+
+def _given(every: Sequence[Mapping[str, Buffer]], problem: Problem, room: int) -> Any:
+    """compare.cu's Given of calls, by value."""
+    # Other masks are between two diagonals.
+    inputs = {*problem.inputs} - ({"mask"} if problem.mask.pattern is None else set())
+    pointers = list[int]()
+    for at in every:
+        own = inputs | (at.keys() & {*problem.outputs, "lse"})
+        pointers += [at[name].pointer if name in own else 0 for name in _GIVEN]
+    return _by_value(pointers, room * len(_GIVEN))
+
+
+@lru_cache(maxsize=256)
+def _common(problem: Problem, tilt: float = 0) -> Any:
+    """compare.cu's Common of a problem, by value."""
     per, blocks = 2**31 - 1, 1
     if problem.format.scale_block is not None:
         per, blocks = problem.format.scale_block, problem.shape_of("k_scale")[2]
-    given = {name: at[name].pointer for name in problem.inputs}
-    # Other masks are between two diagonals.
-    mask = given["mask"] if problem.mask.pattern is not None else 0
-    how, own = problem.scores, problem.scores.bias or ()
-    return [
-        *map(np.int32, (*sizes, *problem.head_dims)),
-        *(np.float64(problem.scale * (1 + tilt)), *map(np.int32, problem.diagonals)),
-        *(*map(np.uint64, scales), np.int32(per), np.int32(blocks)),
-        *(np.uint64(given.get("key_range", 0)), np.uint64(mask), np.int32(problem.heads)),
-        np.int32(problem.items_differ),
-        *(np.uint64(given.get(f"cu_seqlens_{name}", 0)) for name in "qk"),
-        *(np.int32(problem.layout.sequences), np.float64(how.softcap)),
-        *(np.uint64(given.get("bias", 0)), np.int32("item" in own), np.int32("head" in own)),
-        np.uint64(given.get("sinks", 0)),
-    ]
+    own = problem.scores.bias or ()
+    made = (
+        *(problem.heads // problem.heads_kv, problem.seqlen_q, problem.seqlen_k),
+        *(*problem.head_dims, *problem.diagonals, per, blocks, problem.heads),
+        *(problem.items_differ, problem.layout.sequences, "item" in own, "head" in own),
+        *(problem.scale * (1 + tilt), problem.scores.softcap),
+    )
+    return np.frombuffer(packed := struct.pack("14i2d", *made), f"V{len(packed)}")
 
 
 def _gradients(at: Mapping[str, Buffer], problem: Problem) -> list[Any]:

@@ -6,6 +6,7 @@ several of them through a check in a few launches.
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 from collections.abc import Mapping, Sequence
@@ -289,39 +290,40 @@ class DeviceCase:
             self.comparer.compare(one, slot + number)
         return side
 
-    def judge_rows(
-        self, slot: int, buffers: Mapping[str, Buffer] | None = None, lse: Buffer | None = None
-    ) -> None:
-        """Compare rows at random with float64 of the inputs as they are, its own or of a copy.
+    def judge_rows(self, slot: int, *every: Mapping[str, Buffer]) -> None:
+        """Compare rows at random of calls with float64 of the inputs as they are.
 
-        Findings go to as many slots as there are outputs, the slot-th of such groups.
+        every: the tensors of each, with an `lse` that is judged too. Findings go to as many slots
+        for each as there are outputs, from the slot-th of such groups on.
         """
-        first = slot * len(self.outputs)
         seed = secrets.randbits(64)
-        self._oracle.judge_rows(self, buffers or self.buffers, seed, first, lse)
+        self._oracle.judge_rows(self, every, seed, slot * len(self.outputs))
 
     def refuse_rows(
         self,
-        values: dict[str, float],
+        found: Sequence[dict[str, float]],
         rounds_scores: int,
         same: Same | None,
         slack: float,
-        output: str,
-        *,
-        lse: bool,
+        rows: int,
     ) -> None:
-        """Raise WrongResult if what judge_rows or compare_anew found is over `slack` times a limit.
+        """Raise WrongResult if a finding is over `slack` times a limit.
 
-        lse: whether it is of judge_rows, which compares log-sum-exps too, if calls may return any.
+        found: of judge_rows and then of compare_anew, of each call's outputs in turn. rows: how
+        many are of judge_rows, which compares log-sum-exps too, if calls may return any.
         """
-        most = self._oracle.limits(self.case, rounds_scores, same)[output]
-        taken = Measures(**{name: values[name] for name in ("row", "element", "row_gain")})
-        label = self._said(output, f"{self.case.label}, drawn anew")
-        if values["nans"]:
-            raise WrongResult(f"outputs are NaN or were never written ({label})")
-        self._refuse(output, values, taken, most, label, slack, None)
-        if lse and self.case.problem.op.optional(self.case.problem):
-            self._refuse_lse(values["tile_gain"], label, None)
+        most = self._oracle.limits(self.case, rounds_scores, same)
+        anew = f"{self.case.label}, drawn anew"
+        labels = {name: self._said(name, anew) for name in self.outputs}
+        lse = self.case.problem.op.optional(self.case.problem)
+        for number, (output, values) in enumerate(zip(itertools.cycle(labels), found)):
+            taken = Measures(values["row"], values["element"], row_gain=values["row_gain"])
+            label = labels[output]
+            if values["nans"]:
+                raise WrongResult(f"outputs are NaN or were never written ({label})")
+            self._refuse(output, values, taken, most[output], label, slack, None)
+            if lse and number < rows:
+                self._refuse_lse(values["tile_gain"], label, None)
 
     def _said(self, output: str, label: str) -> str:
         """A label that names the output, if there are several."""

@@ -54,10 +54,11 @@ class Measures:
 
         A NaN stays NaN, also of a limit, so that nothing is within it.
         """
-        pairs = {f.name: (getattr(self, f.name), getattr(limits, f.name)) for f in fields(self)}
-        return {name: value / limit for name, (value, limit) in pairs.items() if limit != np.inf}
+        most = {name: getattr(limits, name) for name in _NAMES}
+        return {name: getattr(self, name) / most[name] for name in _NAMES if most[name] != math.inf}
 
 
+_NAMES = tuple(each.name for each in fields(Measures))
 Same = Mapping[str, Measures]
 """The errors of the rounded maths, which give the limits, of each output."""
 
@@ -65,7 +66,7 @@ Same = Mapping[str, Measures]
 def largest(every: Iterable[Measures]) -> Measures:
     """The largest of each measure."""
     each = [*every]
-    return Measures(*(max(getattr(one, f.name) for one in each) for f in fields(Measures)))
+    return Measures(*(max(getattr(one, name) for one in each) for name in _NAMES))
 
 
 def more_near_zero(times: Measures, head_dim: int) -> Measures:

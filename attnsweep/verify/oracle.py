@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -47,8 +47,8 @@ class Oracle:
     """Rows of an output that are compared with float64, and are not 0 in any case."""
     write: Callable[[DeviceCase, dict[str, Buffer], float], None]
     """Writes what is right in float64, on the device; the softmax scale is (1 + tilt) times it."""
-    judge_rows: Callable[[DeviceCase, Mapping[str, Buffer], int, int, Buffer | None], None]
-    """Compares rows, drawn by a seed, with float64: findings of outputs go to a slot and on."""
+    judge_rows: Callable[[DeviceCase, Sequence[Mapping[str, Buffer]], int, int], None]
+    """Compares rows of calls, drawn by a seed, with float64: findings go to a slot and on."""
     negated: tuple[str, ...]
     """Inputs, if there are such, that give other outputs when they are negated: see DeviceCase."""
     can_redraw: Callable[[Problem], bool]
@@ -132,10 +132,10 @@ def _write(of: DeviceCase, to: dict[str, Buffer], tilt: float) -> None:
 
 
 def _judge_rows(
-    of: DeviceCase, at: Mapping[str, Buffer], seed: int, slot: int, lse: Buffer | None
+    of: DeviceCase, every: Sequence[Mapping[str, Buffer]], seed: int, slot: int
 ) -> None:
     (floor,) = of.floor.values()
-    of.comparer.judge_rows(at, of.case.problem, floor, seed, slot, lse)
+    of.comparer.judge_rows(every, of.case.problem, floor, seed, slot)
 
 
 # -- backward ---------------------------------------------------------------------------------
@@ -173,9 +173,11 @@ def _write_gradients(of: DeviceCase, to: dict[str, Buffer], _tilt: float) -> Non
 
 
 def _judge_gradients(
-    of: DeviceCase, at: Mapping[str, Buffer], seed: int, slot: int, _lse: Buffer | None
+    of: DeviceCase, every: Sequence[Mapping[str, Buffer]], seed: int, slot: int
 ) -> None:
-    of.comparer.judge_gradient_rows(at, of.case.problem, of.floor, seed, slot)
+    for number, at in enumerate(every):
+        own = (seed + number) % 2**64, slot + number * len(of.outputs)
+        of.comparer.judge_gradient_rows(at, of.case.problem, of.floor, *own)
 
 
 _ORACLES = {

@@ -17,7 +17,7 @@ from attnsweep.core import cases as verify_cases
 from attnsweep.core.cases import Case
 from attnsweep.core.long_problems import is_long
 from attnsweep.core.problem import DTYPE_BYTES, Problem
-from attnsweep.core.timings import proves, step
+from attnsweep.core.timings import proves, proving, step
 from attnsweep.core.trial import Accuracy
 from attnsweep.device.bound_call import BoundCall
 from attnsweep.device.buffers import Buffer
@@ -72,7 +72,7 @@ class Verifier(Calls):
         self._session, self._seed = session, seed
         self._pool = pool = pool or ReferencePool()
         pool.begin(problem, seed)
-        with step("compile the judge"):
+        with step("compile the judge"), proving("the judge's code"):
             comparer = Comparer(session, problem.dtype, cache_dir)
         with step("wait for NumPy's results"):
             known = pool.take(problem, seed)
@@ -239,12 +239,10 @@ class Verifier(Calls):
                 timed.buffers[name].copy_from(hard.buffers[name], stream)
             self._poison(proven)
             replay()
-            lse = None
             if proven.collect is not None:
                 proven.collect(0, self.outputs)
-                lse = proven.lse
             self._comparer.clear()
-            hard.judge_rows(0, {**hard.buffers, **self.outputs}, lse)
+            hard.judge_rows(0, {**hard.buffers, **self.outputs, **proven.collected_lse})
             for name in names:
                 timed.buffers[name].copy_from(kept[name], stream)
             self._refuse_rows(replace(proven, device_case=hard), 1)

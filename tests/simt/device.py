@@ -200,7 +200,7 @@ def _launch(
     wanted = getattr(library, f"simt_letters_{name}")
     wanted.restype = ctypes.c_char_p
     # A pointer is passed as an integer of 8 bytes.
-    given = "".join(LETTERS[arg.dtype.str[1:]] for arg in args)
+    given = "".join("s" if arg.dtype.kind == "V" else LETTERS[arg.dtype.str[1:]] for arg in args)
     taken = wanted().decode().replace("p", "l")
     assert given == taken, f"{name} takes ({taken}) and is given ({given})"
     values = [np.asarray(arg) for arg in args]

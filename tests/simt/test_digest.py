@@ -30,7 +30,7 @@ def test_a_digest_takes_every_word_once_wherever_they_lie(words, offset, poison,
     whole.upload(data)
     buffer = SimpleNamespace(pointer=whole.pointer + 4 * offset, nbytes=4 * words)
     judge.clear()
-    judge.digest(buffer, 2, poison=poison)
+    judge.digest([buffer], 2, poison=poison)
     own = slice(offset, offset + words)
     assert int(judge.counts(3)[2]) == digest_in_numpy(data[own])
     if poison:

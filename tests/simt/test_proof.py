@@ -18,6 +18,7 @@ from attnsweep.core.layouts import Packed, Padded
 from attnsweep.core.masks import CAUSAL, pattern
 from attnsweep.core.problem import Problem
 from attnsweep.core.scores import Scores
+from attnsweep.verify import compare as judge_module
 from attnsweep.verify import encoding, reference
 from attnsweep.verify import inputs as verify_inputs
 from attnsweep.verify.compare import Comparer
@@ -232,6 +233,21 @@ def copies_of(bench, count):
     return copies
 
 
+def test_seconds_that_the_judges_code_takes_are_no_inputs(device, no_small_cases, timed_by, monkeypatch):
+    now, found = [0.0], judge_module.judge_cubin
+    timed_by(lambda: now[0], timings)
+
+    def compiled(*how):
+        now[0] = 4.0
+        return found(*how)
+
+    monkeypatch.setattr(judge_module, "judge_cubin", compiled)
+    timings.proof_taken()
+    Bench(device, PROBLEM)
+    taken = timings.proof_taken()
+    assert (taken["the judge's code"], taken["inputs"]) == (4.0, 0.0)
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("wrong", [None, 0, 4])
 def test_every_copy_is_compared_also_beyond_the_slots(wrong, deterministic, bench, constants):
@@ -252,7 +268,7 @@ def test_every_copy_is_compared_also_beyond_the_slots(wrong, deterministic, benc
         bench.proof.end(proven, copies)
 
 
-@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("wrong", [None, "a bit", "idle"])
 def test_cold_copies_are_looked_at_while_the_device_replays(wrong, device, no_small_cases, monkeypatch):
     bench = Bench(device, PROBLEM)
     _, proven = bench.prove(attend)
@@ -260,8 +276,10 @@ def test_cold_copies_are_looked_at_while_the_device_replays(wrong, device, no_sm
     bench.proof.begin_cold(copies)
     for buffers in (bench.proof.timed.buffers, *copies):
         attend(PROBLEM, buffers)
-    if wrong:
-        copies[1]["o"].of(np.uint16)[33] ^= 0x0001  # of the last bit, which float64 does not refuse
+    if wrong == "a bit":
+        copies[1]["o"].of(np.uint16)[33] ^= 0x0001  # the last one, which float64 does not refuse
+    if wrong == "idle":  # once its output is there
+        bench.call.write = lambda *given: None
     timings.proof_taken()
     monkeypatch.setattr(Device, "elapsed_us", lambda device, begin, end: 5e6)
     bench.proof.look(proven, copies)

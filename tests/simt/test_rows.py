@@ -54,7 +54,7 @@ def test_rows_are_attention_on_the_inputs_as_they_are(problem, device):
     at["o"] = uploaded(bits)
     for seed in (5, 6):
         judge.clear()
-        judge.judge_rows(at, problem, 1e-3, seed, 2)
+        judge.judge_rows([at], problem, 1e-3, seed, 2)
         found = judge.found(3)[2]
         chosen = drawn_rows(seed, min(judge.ROWS, len(rows)), len(rows))
         norms = np.maximum(np.linalg.norm(rows[chosen], axis=1), 1e-3)
@@ -77,7 +77,7 @@ def test_a_wrong_row_is_found_where_it_is_once_it_is_drawn(device):
     seen = set()
     for seed in range(1, 9):
         judge.clear()
-        judge.judge_rows(at, problem, 1e-3, seed, 0)
+        judge.judge_rows([at], problem, 1e-3, seed, 0)
         found, chosen = judge.found(1)[0], drawn_rows(seed, 50, 72)
         assert (found["nans"] == 0) == (37 not in chosen)
         assert (found["row"] > 1) == (40 in chosen)
@@ -86,6 +86,38 @@ def test_a_wrong_row_is_found_where_it_is_once_it_is_drawn(device):
         seen |= set(chosen.tolist())
     assert seen > {37, 40}
     assert row_bytes(problem) == 8 * (16 + 8 * 18)
+
+
+PAGED = Problem.parse("(2,4/2,3x40,16) bf16 causal paged(16)")
+
+
+@pytest.mark.parametrize("problem", [Problem(2, 4, 2, 9, 20, 16, "bf16"), PAGED], ids=lambda p: p.label)
+def test_calls_that_are_judged_together_are_judged_on_inputs_of_their_own(problem, device):
+    """More of them than one launch takes, with log-sum-exps; one call is wrong in each of the two."""
+    judge, every = device.judge("bf16"), []
+    for number in range(18):
+        inputs = verify_inputs.make_inputs(Case(problem), number)
+        ((exact, lse),) = exact_rows(inputs, problem, np.arange(problem.seqlen_q))
+        bits = encoding.to_bits(exact.astype(np.float32), "bf16").reshape(-1, 16)
+        lse = lse.astype(np.float32)
+        bits[10] ^= 0x8000 * (number == 5)
+        lse.ravel()[11] += number == 17
+        every.append({n: uploaded(b) for n, b in inputs.items()} | {"o": uploaded(bits), "lse": uploaded(lse)})
+    judge.clear()
+    judge.judge_rows(every, problem, 1e-3, 5, 2)
+    found = judge.found(2 + len(every))
+    assert np.isnan(found[1]["row"])
+    assert [slot for slot, one in enumerate(found[2:]) if not one["row"] < 0.01] == [5]
+    assert [slot for slot, one in enumerate(found[2:]) if not one["tile_gain"] < 1e-5] == [17]
+
+
+def test_each_call_has_rows_of_its_own(device):
+    problem = Problem(2, 4, 2, 9, 20, 16, "bf16")
+    at = {n: uploaded(b) for n, b in verify_inputs.make_inputs(Case(problem), 1).items()}
+    judge, at["o"] = device.judge("bf16"), uploaded(np.zeros((72, 16), np.uint16))
+    judge.ROWS = 3
+    judge.judge_rows([at] * 17, problem, 1e-3, 5, 0)
+    assert len({one["norm"] for one in judge.found(17)}) == 17
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "e4m3"])

@@ -26,7 +26,7 @@ def digest_of(device, data, parts=1, sm_count=2, poison=False):
     sums.fill(0)
     if poison:
         judge.clear()
-        judge.digest(buffer, 5, poison=True)
+        judge.digest([buffer], 5, poison=True)
         return int(judge.counts(6)[5]), buffer
     judge.digest_parts(buffer, sums, 0, parts)
     return sums.of(np.uint64).tolist(), buffer
@@ -49,6 +49,23 @@ def test_a_digest_sees_every_bit_and_place(device, size, place, bit):
     other = (place + 1) % size
     swapped[[place, other]] = data[[other, place]]
     assert (digest_of(device, swapped)[0] == before) == (data[place] == data[other])
+
+
+@pytest.mark.parametrize("poison", [False, True])
+def test_digests_that_are_asked_for_together_have_slots_of_their_own(poison, device):
+    """Of more buffers than one launch takes."""
+    data = np.random.default_rng(0).integers(0, 256, (18, 70), dtype=np.uint8)
+    judge, buffers = device.judge("fp16"), [uploaded(one) for one in data]
+    judge.clear()
+    for slot, buffer in enumerate(buffers):
+        judge.digest([buffer], slot)
+    judge.digest(buffers, 20, poison=poison)
+    counts = judge.counts(40)
+    assert counts[20:38].tolist() == counts[:18].tolist()
+    assert len({*counts[:18].tolist()}) == 18
+    assert not counts[[18, 19, 38, 39]].any()
+    for one, buffer in zip(data, buffers, strict=True):
+        assert (buffer.main == (0xFF if poison else one)).all()
 
 
 def test_a_digest_depends_on_no_order_of_threads(device):
@@ -101,10 +118,15 @@ def test_regions_are_looked_at_as_each_apart(device, sizes, damaged, sm_count):
     for number, buffer in enumerate(buffers):
         judge.count_outside(buffer, 10 + number // 2)
         if number % 2 == 0:
-            judge.digest(buffer, 10 + number // 2)
+            judge.digest([buffer], 10 + number // 2)
     counts = judge.counts(14)
     assert counts[3:7].tolist() == counts[10:14].tolist()
     assert not counts[7:10].any()
+    before = [one.all.copy() for one in buffers]
+    judge.renew(table, 0)
+    for one, was in zip(buffers, before, strict=True):
+        was[GUARD_BYTES : GUARD_BYTES + one.nbytes] = 0xFF
+        assert (one.all == was).all()
     judge.renew(table)
     for one in buffers:
         apart = HostBuffer(one.nbytes, guard=one.guard_byte)
@@ -229,7 +251,7 @@ def test_a_launch_that_fails_says_why_and_the_next_one_runs(device):
     with pytest.raises(AssertionError, match="summary takes"):
         device.kernel(path, "summary")((1, 1, 1), (256, 1, 1), (np.uint64(0), np.int32(0), np.uint64(0)))
     # 40 lanes ask each other for their sums, and eight have no partner.
-    args = [np.uint64(buffer.pointer), np.int64(8), np.int32(1), np.int32(0)]
+    args = [np.full(16, buffer.pointer, np.uint64).view("V128"), np.int64(8), np.int32(1), np.int32(0)]
     launch = device.kernel(path, "digest", 64)
     with pytest.raises(SimtError, match=r"deadlock in digest(.|\n)*shfl"):
         launch((1, 1, 1), (40, 1, 1), (*args, np.uint64(buffer.pointer)), shared_mem=64)

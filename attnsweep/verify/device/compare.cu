@@ -137,30 +137,21 @@ using In = Fp32;
 #endif
 using Out = In;
 #endif
+// Calls whose rows, or digests, are asked for together; verify/compare.py knows them too.
+constexpr int TOGETHER = 16;
+struct Calls {
+    Given at[TOGETHER];
+};
 #if !PART || PART == 2
 extern "C" __global__ void __launch_bounds__(256)
-    reference_64(const void* q, const void* k, const void* v, double* out, double* lse, int group,
-                 int seqlen_q, int seqlen_k, int head_dim, int value_dim, double scale, int low,
-                 int high, const float* of_q, const float* of_k, const float* of_v, int block,
-                 int blocks, const int* key_range, const unsigned char* mask, int heads, int apart,
-                 const int* cu_q, const int* cu_k, int sequences, double softcap, const void* bias,
-                 int of_item, int of_head, const float* sinks, int every, int phase) {
-    attend<In, 64>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, value_dim, scale, low,
-                   high, Scales{of_q, of_k, of_v, block, blocks},
-                   Seen{key_range, mask, heads, apart, cu_q, cu_k, sequences},
-                   Scores{softcap, bias, of_item, of_head, sinks, heads}, Sample{every, phase});
+    reference_64(const __grid_constant__ Given call, const __grid_constant__ Common of, double* out,
+                 double* lse, int every, int phase) {
+    attend<In, 64>(call, of, out, lse, Sample{every, phase});
 }
 extern "C" __global__ void __launch_bounds__(256)
-    reference_128(const void* q, const void* k, const void* v, double* out, double* lse, int group,
-                  int seqlen_q, int seqlen_k, int head_dim, int value_dim, double scale, int low,
-                  int high, const float* of_q, const float* of_k, const float* of_v, int block,
-                  int blocks, const int* key_range, const unsigned char* mask, int heads, int apart,
-                  const int* cu_q, const int* cu_k, int sequences, double softcap, const void* bias,
-                  int of_item, int of_head, const float* sinks, int every, int phase) {
-    attend<In, 128>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, value_dim, scale, low,
-                    high, Scales{of_q, of_k, of_v, block, blocks},
-                    Seen{key_range, mask, heads, apart, cu_q, cu_k, sequences},
-                    Scores{softcap, bias, of_item, of_head, sinks, heads}, Sample{every, phase});
+    reference_128(const __grid_constant__ Given call, const __grid_constant__ Common of,
+                  double* out, double* lse, int every, int phase) {
+    attend<In, 128>(call, of, out, lse, Sample{every, phase});
 }
 #endif
 #if !PART || PART == 3
@@ -249,30 +240,25 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // Judges rows at random, one a block, or all if there are no more, on the inputs as they are now:
 // attention of each is computed here. `seed` chooses them, and nothing knows it before the launch.
-// rows: of all heads. Two blocks an SM leave it the registers that it needs.
+// rows: of all heads. Blocks with a y judge the y-th call. Two blocks an SM leave it the registers
+// that it needs.
 extern "C" __global__ void __launch_bounds__(256, 2)
-    judge_rows(const void* q, const void* k, const void* v, const void* o, Found* found, int group,
-               int seqlen_q, int seqlen_k, int head_dim, int value_dim, double scale, int low,
-               int high, const float* of_q, const float* of_k, const float* of_v, int block,
-               int blocks, const int* key_range, const unsigned char* mask, int heads, int apart,
-               const int* cu_q, const int* cu_k, int sequences, double softcap, const void* bias,
-               int of_item, int of_head, const float* sinks, unsigned long long seed,
-               long long rows, double floor, const float* lse) {
-    long long at = mixed(seed ^ blockIdx.x * 0x9E3779B97F4A7C15ull) % rows;
+    judge_rows(const __grid_constant__ Calls calls, const __grid_constant__ Common of, Found* found,
+               unsigned long long seed, long long rows, double floor) {
+    const Given& given = calls.at[blockIdx.y];
+    int block = blockIdx.y * gridDim.x + blockIdx.x, value_dim = of.value_dim;
+    long long at = mixed(seed ^ block * 0x9E3779B97F4A7C15ull) % rows;
     if (rows <= gridDim.x) at = blockIdx.x;
-    const double* expected =
-        attend_row<In>(q, k, v, at / seqlen_q, at % seqlen_q, group, seqlen_q, seqlen_k, head_dim,
-                       value_dim, scale, low, high, Scales{of_q, of_k, of_v, block, blocks},
-                       Seen{key_range, mask, heads, apart, cu_q, cu_k, sequences},
-                       Scores{softcap, bias, of_item, of_head, sinks, heads});
+    const double* expected = attend_row<In>(given, of, at / of.seqlen_q, at % of.seqlen_q);
     if (threadIdx.x >= 32) return;
-    const Out::Bits* bits = static_cast<const Out::Bits*>(o) + at * value_dim;
+    const Out::Bits* bits = static_cast<const Out::Bits*>(given.o) + at * value_dim;
     Found one = of_row<Out>(bits, expected, nullptr, value_dim, floor, at);
     if (threadIdx.x > 0) return;
+    const float* lse = given.lse;
     double right = expected[8 * value_dim];  // of a thread that wrote it
     one.tile_gain = lse && lse[at] != right ? fabs(lse[at] - right) / fmax(1., fabs(right)) : 0;
     if (!(one.tile_gain <= 1e300)) one.tile_gain = 1e300;
-    found[blockIdx.x] = one;
+    found[block] = one;
 }
 #endif
 #if !PART || PART == 3
@@ -332,9 +318,10 @@ __device__ void summarise(const Found* found, long long tiles, Found* all) {
     }
     if (threadIdx.x == 0) *all = of_thread[0];
 }
+// A block takes the tiles of its own call.
 extern "C" __global__ void __launch_bounds__(256)
     summary(const Found* found, long long tiles, Found* all) {
-    summarise(found, tiles, all);
+    summarise(found + blockIdx.x * tiles, tiles, all + blockIdx.x);
 }
 
 // The largest |written - expected| / max(1, |expected|) of float32 values; NaN counts as 1e300. Of
@@ -424,11 +411,19 @@ __device__ void add_of_block(unsigned long long own, unsigned long long* sum) {
     __syncthreads();
 }
 
+// Where tensors of one size are.
+struct Places {
+    unsigned* at[TOGETHER];
+};
 // Adds to sums[part] a value of the bits and places of each of `parts` equal parts, which does not
-// depend on the order; all parts' values add up to that of the whole. poison: 1 if the bytes are
-// then filled with NaN, so that the next call must write all of them, else 0.
+// depend on the order; all parts' values add up to that of the whole. The sums of the next tensor
+// follow. poison: 1 if the bytes are then filled with NaN, so that the next call must write all of
+// them, else 0.
 extern "C" __global__ void __launch_bounds__(256)
-    digest(unsigned* words, long long bytes, int parts, int poison, unsigned long long* sums) {
+    digest(const __grid_constant__ Places places, long long bytes, int parts, int poison,
+           unsigned long long* sums) {
+    unsigned* words = places.at[blockIdx.z];
+    sums += static_cast<long long>(blockIdx.z) * parts;
     long long count = bytes / 4, length = (count + parts - 1) / parts;
     // Not a constant, so that a store waits until its word is read.
     unsigned poisoned = -poison;
@@ -576,11 +571,13 @@ extern "C" __global__ void __launch_bounds__(256)
     take_to(regions[blockIdx.y], from, to);
     if (call && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) contents[call] = to;
 }
-// Fills each region with NaN, and renews its guards.
+// Fills each region with NaN, and renews its guards of so many bytes.
 extern "C" __global__ void __launch_bounds__(256) renew(const Region* regions, int guard_bytes) {
     Region one = regions[blockIdx.y];
+    each_word(reinterpret_cast<unsigned*>(one.at), 0, one.bytes / 4, true,
+              [](unsigned, long long) { return ~0u; });
     long long first = blockIdx.x * 256 + threadIdx.x, all = gridDim.x * 256;
-    for (long long i = first; i < one.bytes; i += all) one.at[i] = 0xFF;
+    if (first < one.bytes % 4) one.at[one.bytes / 4 * 4 + first] = 0xFF;
     for (long long i = first; i < guard_bytes; i += all)
         one.at[i - guard_bytes] = one.at[one.bytes + i] = one.guard;
 }

@@ -139,14 +139,43 @@ struct Scores {
     }
 };
 
+// Where a call's tensors are; lse is one that is judged. verify/compare.py has both structs too.
+struct Given {
+    const void *q, *k, *v, *o;
+    const float *of_q, *of_k, *of_v;
+    const int* key_range;
+    const unsigned char* mask;
+    const int *cu_q, *cu_k;
+    const void* bias;
+    const float *sinks, *lse;
+};
+// What calls of a problem have in common. Query i sees keys from i + low to i + high.
+struct Common {
+    int group, seqlen_q, seqlen_k, head_dim, value_dim, low, high, block, blocks, heads, apart;
+    int sequences, of_item, of_head;
+    double scale, softcap;
+    __device__ Scales scales(const Given& call) const {
+        return {call.of_q, call.of_k, call.of_v, block, blocks};
+    }
+    __device__ Seen seen(const Given& call) const {
+        return {call.key_range, call.mask, heads, apart, call.cu_q, call.cu_k, sequences};
+    }
+    __device__ Scores scores(const Given& call) const {
+        return {softcap, call.bias, of_item, of_head, call.sinks, heads};
+    }
+};
+
 // `columns` of the output for 64 queries of one head, with the online softmax. `lse`, if there is
 // one, gets the natural logarithm of the sum of the exponentials. Rows of q and k have head_dim
 // elements, those of v and the output value_dim.
 template <class T, int COLUMNS>
-__device__ void attend(const void* q_all, const void* k_all, const void* v_all, double* out,
-                       double* lse, int group, int seqlen_q, int seqlen_k, int head_dim,
-                       int value_dim, double scale, int low, int high, Scales all_scales, Seen keys,
-                       Scores how, Sample sample) {
+__device__ void attend(const Given& call, const Common& of, double* out, double* lse,
+                       Sample sample) {
+    int group = of.group, seqlen_q = of.seqlen_q, seqlen_k = of.seqlen_k, low = of.low;
+    int head_dim = of.head_dim, value_dim = of.value_dim, high = of.high;
+    double scale = of.scale;
+    Seen keys = of.seen(call);
+    Scores how = of.scores(call);
     extern __shared__ double shared[];
     using Bits = typename T::Bits;
     double *p = shared, *q_chunk = p + TILE * PITCH, *k_chunk = q_chunk + CHUNK * PITCH;
@@ -155,10 +184,10 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
     if (!sample.has(blockIdx.x % tiles, tiles)) return;
     int first = blockIdx.x % tiles * TILE, begin = blockIdx.x / tiles % parts * COLUMNS;
     long long head = blockIdx.x / tiles / parts;
-    const Bits* q = static_cast<const Bits*>(q_all) + head * seqlen_q * head_dim;
-    const Bits* k = static_cast<const Bits*>(k_all) + head / group * seqlen_k * head_dim;
-    const Bits* v = static_cast<const Bits*>(v_all) + head / group * seqlen_k * value_dim;
-    Scales scales = all_scales.at(head / group);
+    const Bits* q = static_cast<const Bits*>(call.q) + head * seqlen_q * head_dim;
+    const Bits* k = static_cast<const Bits*>(call.k) + head / group * seqlen_k * head_dim;
+    const Bits* v = static_cast<const Bits*>(call.v) + head / group * seqlen_k * value_dim;
+    Scales scales = of.scales(call).at(head / group);
     int thread = threadIdx.x, y = thread / LANES, x = thread % LANES;
     double sum[4], largest[4], acc[4][COLUMNS / LANES];
 #pragma unroll
@@ -331,11 +360,13 @@ __device__ double largest_of_warp(double x) {
 
 // The output of one query by a block of 256 threads, of which each warp takes some of the keys.
 // Returns where it is in shared memory; there is room for head_dim + 8 * (value_dim + 2) doubles.
-template <class T, class S>
-__device__ const double* attend_row(const void* q_all, const void* k_all, const void* v_all,
-                                    long long head, int row, int group, int seqlen_q, int seqlen_k,
-                                    int head_dim, int value_dim, double scale, int low, int high,
-                                    S all_scales, Seen keys, Scores how) {
+template <class T>
+__device__ const double* attend_row(const Given& call, const Common& of, long long head, int row) {
+    int group = of.group, seqlen_q = of.seqlen_q, seqlen_k = of.seqlen_k, low = of.low;
+    int head_dim = of.head_dim, value_dim = of.value_dim, high = of.high;
+    double scale = of.scale;
+    Seen keys = of.seen(call);
+    Scores how = of.scores(call);
     extern __shared__ double shared[];
     using Bits = typename T::Bits;
     // A warp takes KEYS keys at once, whose reads are under way together; two lanes have the score
@@ -344,10 +375,10 @@ __device__ const double* attend_row(const void* q_all, const void* k_all, const 
     constexpr int WARPS = 8, KEYS = 16;
     double *q_row = shared, *parts = q_row + head_dim, *sums = parts + WARPS * value_dim;
     double* largests = sums + WARPS;
-    const Bits* q = static_cast<const Bits*>(q_all) + (head * seqlen_q + row) * head_dim;
-    const Bits* k = static_cast<const Bits*>(k_all) + head / group * seqlen_k * head_dim;
-    const Bits* v = static_cast<const Bits*>(v_all) + head / group * seqlen_k * value_dim;
-    Scales scales = all_scales.at(head / group);
+    const Bits* q = static_cast<const Bits*>(call.q) + (head * seqlen_q + row) * head_dim;
+    const Bits* k = static_cast<const Bits*>(call.k) + head / group * seqlen_k * head_dim;
+    const Bits* v = static_cast<const Bits*>(call.v) + head / group * seqlen_k * value_dim;
+    Scales scales = of.scales(call).at(head / group);
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first, end;
     double* own = parts + warp * value_dim;
     for (int d = threadIdx.x; d < head_dim; d += 256) q_row[d] = T::value(q[d]) * scales.of_q(row);

@@ -13,10 +13,11 @@ inline double __hiloint2double(int high, int low) {
 }
 
 namespace simt {
-// A parameter: p pointer, f or d floating, u or i integer of 4 bytes, l of 8.
+// A parameter: p pointer, s struct, f or d floating, u or i integer of 4 bytes, l of 8.
 template <class T>
 constexpr char letter_of() {
     if (std::is_pointer_v<T>) return 'p';
+    if (std::is_class_v<T>) return 's';
     if (std::is_floating_point_v<T>) return sizeof(T) == 8 ? 'd' : 'f';
     return sizeof(T) == 8 ? 'l' : std::is_unsigned_v<T> ? 'u' : 'i';
 }
