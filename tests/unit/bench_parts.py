@@ -178,10 +178,17 @@ class FakeJudge:
     def clear(self):
         self.slots = {}
 
-    def digest(self, buffer, slot, *, poison=False):
+    def digest(self, buffers, slot, *, poison=False):
         timed, turns = self.fixtures
-        of = turns if buffer is turns.buffers["o"] else timed
-        self.slots[slot] = self.session.outputs(next(self.session.looks), of.mix)
+        for number, buffer in enumerate(buffers, slot):
+            of = turns if buffer is turns.buffers["o"] else timed
+            self.slots[number] = self.session.outputs(next(self.session.looks), of.mix)
+
+    def regions(self, every):
+        return every
+
+    def renew(self, regions, guard_bytes):
+        pass
 
     def counts(self, slots):
         return np.array([self.slots.get(number, 0) for number in range(slots)], np.uint64)
