@@ -420,7 +420,7 @@ struct Consumer {
         named_barrier_sync(CLEAR_BARRIER + P, 128);
         if (*is_last == 0.f) return;
         // A thread has 4 columns of every second row, and some rows and parts at once: a long
-        // request among short ones has 27 parts, and each is some 600 ns away.
+        // request among short ones has 27 parts.
         constexpr int AT_ONCE = 4, PARTS_AT_ONCE = 8, CHUNKS = HALF / 4, WAYS = 128 / CHUNKS;
         const int chunk = thread % CHUNKS, first = blockIdx.x * 64,
                   end = min(first + 64, call.rows.count);

@@ -49,8 +49,8 @@ _NAMES = (
 )
 _PLANNED = ("shares", "first_slot")
 # Where requests have at most this many parts on average, the last block of each joins its parts,
-# and no combine stage is launched (2 to 11 us on an H200, of calls of 154 to 236). None does yet: a
-# block that joins 27 parts of one request of 32k keys among 127 of 1k has not been timed.
+# and no combine stage is launched: 5 % less on an H200 where all have 1k keys. None does yet: where
+# one request of 32k keys is among 127 of 1k, one SM reads its 27 parts, and calls take 11 % longer.
 _JOINED = 0
 _empty_like = torch.empty_like
 is_compiling = torch.compiler.is_compiling
