@@ -135,6 +135,8 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
 }
 #else
 
+// Of parts that are stored, of rows that blocks have taken, and of blocks that have left.
+constexpr int JOIN_COUNTERS = 3;
 constexpr int CONSUMERS = 256, THREADS = 384;
 constexpr bool PARTIAL = SPLITS > 1 || PLANNED;
 static_assert(SPLITS == 1 || !PLANNED, "a plan splits as it needs");
@@ -165,16 +167,17 @@ static_assert(SCORES + STAGES <= 16, "there are 16");
 
 // Where everything lies in shared memory. factors: of 64 rows, what O is scaled by before P V of a
 // stage; then twice, in turns, what O is multiplied by in the end. grew: of each stage, whether a
-// warp's rows are scaled. is_last: of each half, whether this block joins the parts of its rows.
+// warp's rows are scaled. told: of each half, what a thread of it has found.
 struct Memory {
     unsigned q, keys, barriers;
-    float *factors, *grew, *is_last;
+    float *factors, *grew;
+    int* told;
     __device__ __forceinline__ explicit Memory(unsigned char* smem)
         : q(smem_address(smem)),
           keys(q + Q_BYTES),
           factors(reinterpret_cast<float*>(smem + Q_BYTES + STAGES * K_BYTES)),
           grew(factors + (STAGES + 2) * 64),
-          is_last(grew + STAGES * 4) {
+          told(reinterpret_cast<int*>(grew + STAGES * 4)) {
         barriers = keys + STAGES * K_BYTES + ((STAGES + 2) * 64 + STAGES * 4 + 4) * 4;
     }
     __device__ __forceinline__ unsigned stage(unsigned stage) const {
@@ -208,7 +211,7 @@ struct Call {
     element_t* o;
     float *lse, *partial, *partial_lse;
     const int* first_slot;  // with JOIN
-    unsigned* counters;     // of parts that are done: of each request, row tile and half
+    unsigned* counters;     // JOIN_COUNTERS of each request, row tile and half
 
     // The end of the keys that a row sees, of a request of so many; it may be below 0.
     __device__ __forceinline__ KeyRange visible(int row, int length) const {
@@ -216,9 +219,11 @@ struct Call {
     }
 };
 // Tiles of a request from `begin` on, before `end`, one at least; the last may be behind the last
-// key. slot: where the result goes among partial ones; -1: it is the whole.
+// key. slot: where the result goes among partial ones; -1: it is the whole. ends: it is the block's
+// last.
 struct Item {
     int request, length, begin, end, slot;
+    bool ends;
 };
 // Calls body(item) for what this block has.
 template <class Body>
@@ -230,7 +235,7 @@ __device__ __forceinline__ void for_each_item(const Call& call, Body body) {
 #pragma unroll 1
     for (int request = share.request; request <= share.last; ++request) {
         const int length = call.lengths.of(request), tiles = max(ceil_div<BLOCK_N>(length), 1);
-        Item item{request, length, 0, tiles, -1};
+        Item item{request, length, 0, tiles, -1, request == share.last};
         if (SPLITS > 1) {
             item.slot = request * SPLITS + block;
             item.begin = tiles * block / SPLITS, item.end = tiles * (block + 1) / SPLITS;
@@ -402,79 +407,94 @@ struct Consumer {
             }
         }
     }
-    // With JOIN, the parts of an item's rows become one, by the last block that comes here. Each
-    // warpgroup joins its columns when all have stored theirs, and their sums before.
+    // With JOIN, the parts of an item's rows become one when all are stored. The last block that
+    // comes here joins them, and blocks that have nothing else to do wait a moment to help it: a
+    // long request among short ones has 27 parts, of 0.9 MB, for which one SM takes 7 us. Each
+    // warpgroup joins its columns.
     template <Part P>
     __device__ __forceinline__ void join(const Item& item) const {
         if (!JOIN || item.slot < 0) return;
+        constexpr int POLLS = 12, ROWS_AT_ONCE = 2, CHUNKS = HALF / 4, WAYS = 128 / CHUNKS;
         const int thread = threadIdx.x % 128, slot = call.first_slot[item.request],
-                  parts = call.first_slot[item.request + 1] - slot;
-        unsigned* counter = call.counters + (item.request * gridDim.x + blockIdx.x) * 2 + P;
-        float* is_last = at.is_last + P;
-        named_barrier_sync(CLEAR_BARRIER + P, 128);
-        if (thread == 0) {
-            const bool last = count_arrival(counter) + 1 == static_cast<unsigned>(parts);
-            if (last) *counter = 0;
-            *is_last = last ? 1.f : 0.f;
-        }
-        named_barrier_sync(CLEAR_BARRIER + P, 128);
-        if (*is_last == 0.f) return;
-        // A thread has 4 columns of every second row, and some rows and parts at once: a long
-        // request among short ones has 27 parts.
-        constexpr int AT_ONCE = 4, PARTS_AT_ONCE = 8, CHUNKS = HALF / 4, WAYS = 128 / CHUNKS;
-        const int chunk = thread % CHUNKS, first = blockIdx.x * 64,
+                  parts = call.first_slot[item.request + 1] - slot, first = blockIdx.x * 64,
                   end = min(first + 64, call.rows.count);
+        unsigned* stored =
+            call.counters + ((item.request * gridDim.x + blockIdx.x) * 2 + P) * JOIN_COUNTERS;
+        unsigned *taken = stored + 1, *left = stored + 2;
+        // What one thread finds, all know.
+        auto told = [&](auto find) {
+            named_barrier_sync(CLEAR_BARRIER + P, 128);
+            if (thread == 0) at.told[P] = find();
+            named_barrier_sync(CLEAR_BARRIER + P, 128);
+            return at.told[P];
+        };
+        const bool whole = told([&]() -> int {
+            unsigned count = count_arrival(stored) + 1;
 #pragma unroll 1
-        for (int top = first + thread / CHUNKS; top < end; top += WAYS * AT_ONCE) {
-            float largest[AT_ONCE], weights[AT_ONCE];
-            float4 sum[AT_ONCE];
+            for (int i = 0; item.ends && count < parts && i < POLLS; ++i) count = arrivals(stored);
+            return count == parts;
+        });
+        while (whole) {
+            const int top =
+                first + told([&]() -> int { return count_arrival(taken); }) * WAYS * ROWS_AT_ONCE;
+            if (top >= end) break;
+            join_rows<P, ROWS_AT_ONCE, WAYS>(item, slot, parts, top + thread / CHUNKS, end,
+                                             thread % CHUNKS);
+        }
+        // Nobody reads the counters after the last that leaves.
+        if (thread == 0 && count_arrival(left) + 1 == parts) *stored = *taken = *left = 0;
+    }
+    // Some rows from `top` on, of this thread's 4 columns: all parts of each, many at once.
+    template <Part P, int ROWS, int WAYS>
+    __device__ __forceinline__ void join_rows(const Item& item, int slot, int parts, int top,
+                                              int end, int chunk) const {
+        constexpr int PARTS_AT_ONCE = 12;
+        float largest[ROWS], weights[ROWS];
+        float4 sum[ROWS];
 #pragma unroll
-            for (int r = 0; r < AT_ONCE; ++r)
-                largest[r] = minus_infinity(), weights[r] = 0.f, sum[r] = {0.f, 0.f, 0.f, 0.f};
+        for (int r = 0; r < ROWS; ++r)
+            largest[r] = minus_infinity(), weights[r] = 0.f, sum[r] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 1
-            for (int part = 0; part < parts; part += PARTS_AT_ONCE) {
-                float4 x[PARTS_AT_ONCE][AT_ONCE];
-                float reference[PARTS_AT_ONCE][AT_ONCE];
+        for (int part = 0; part < parts; part += PARTS_AT_ONCE) {
+            float4 x[PARTS_AT_ONCE][ROWS];
+            float reference[PARTS_AT_ONCE][ROWS];
 #pragma unroll
-                for (int i = 0; i < PARTS_AT_ONCE * AT_ONCE; ++i) {
-                    const int p = i / AT_ONCE, r = i % AT_ONCE;
-                    const long long row =
-                        static_cast<long long>(slot + min(part + p, parts - 1)) * call.rows.count +
-                        min(top + r * WAYS, end - 1);
-                    reference[p][r] =
-                        part + p < parts ? __ldcg(call.partial_lse + row) : minus_infinity();
-                    x[p][r] = __ldcg(reinterpret_cast<const float4*>(call.partial +
-                                                                     row * HEAD_DIM_V + P * HALF) +
-                                     chunk);
-                }
-#pragma unroll
-                for (int i = 0; i < PARTS_AT_ONCE * AT_ONCE; ++i) {
-                    const int p = i / AT_ONCE, r = i % AT_ONCE;
-                    const float most = fmaxf(largest[r], reference[p][r]),
-                                from = most == minus_infinity() ? 0.f : most,
-                                old = exp2_approx(largest[r] - from),
-                                by = exp2_approx(reference[p][r] - from);
-                    sum[r].x = fmaf(x[p][r].x, by, sum[r].x * old);
-                    sum[r].y = fmaf(x[p][r].y, by, sum[r].y * old);
-                    sum[r].z = fmaf(x[p][r].z, by, sum[r].z * old);
-                    sum[r].w = fmaf(x[p][r].w, by, sum[r].w * old);
-                    weights[r] = fmaf(weights[r], old, by);
-                    largest[r] = most;
-                }
+            for (int i = 0; i < PARTS_AT_ONCE * ROWS; ++i) {
+                const int p = i / ROWS, r = i % ROWS;
+                const long long row = static_cast<long long>(slot + part + p) * call.rows.count +
+                                      min(top + r * WAYS, end - 1);
+                reference[p][r] = minus_infinity(), x[p][r] = {0.f, 0.f, 0.f, 0.f};
+                if (part + p >= parts) continue;
+                reference[p][r] = __ldcg(call.partial_lse + row);
+                x[p][r] = __ldcg(
+                    reinterpret_cast<const float4*>(call.partial + row * HEAD_DIM_V + P * HALF) +
+                    chunk);
             }
 #pragma unroll
-            for (int r = 0; r < AT_ONCE; ++r) {
-                const int row = top + r * WAYS;
-                if (row >= end) break;
-                const long long own = static_cast<long long>(item.request) * call.rows.count;
-                const float by = largest[r] == minus_infinity() ? 0.f : 1.f / weights[r];
-                *reinterpret_cast<uint2*>(call.o + (own + row) * HEAD_DIM_V + P * HALF +
-                                          chunk * 4) =
-                    make_uint2(pack(sum[r].x * by, sum[r].y * by),
-                               pack(sum[r].z * by, sum[r].w * by));
-                if (LSE && P == FIRST && chunk == 0)
-                    call.lse[own + call.rows.of_lse(row)] = (largest[r] + log2f(weights[r])) * LN2;
+            for (int i = 0; i < PARTS_AT_ONCE * ROWS; ++i) {
+                const int p = i / ROWS, r = i % ROWS;
+                const float most = fmaxf(largest[r], reference[p][r]),
+                            from = most == minus_infinity() ? 0.f : most,
+                            old = exp2_approx(largest[r] - from),
+                            by = exp2_approx(reference[p][r] - from);
+                sum[r].x = fmaf(x[p][r].x, by, sum[r].x * old);
+                sum[r].y = fmaf(x[p][r].y, by, sum[r].y * old);
+                sum[r].z = fmaf(x[p][r].z, by, sum[r].z * old);
+                sum[r].w = fmaf(x[p][r].w, by, sum[r].w * old);
+                weights[r] = fmaf(weights[r], old, by);
+                largest[r] = most;
             }
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const int row = top + r * WAYS;
+            if (row >= end) break;
+            const long long own = static_cast<long long>(item.request) * call.rows.count;
+            const float by = largest[r] == minus_infinity() ? 0.f : 1.f / weights[r];
+            *reinterpret_cast<uint2*>(call.o + (own + row) * HEAD_DIM_V + P * HALF + chunk * 4) =
+                make_uint2(pack(sum[r].x * by, sum[r].y * by), pack(sum[r].z * by, sum[r].w * by));
+            if (LSE && P == FIRST && chunk == 0)
+                call.lse[own + call.rows.of_lse(row)] = (largest[r] + log2f(weights[r])) * LN2;
         }
     }
     __device__ __forceinline__ void store_sums(const Item& item, const Softmax& rows) const {

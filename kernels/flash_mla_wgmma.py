@@ -121,8 +121,8 @@ def workspace(c, p):
 
 
 def counters(p: Problem) -> int:
-    """Counters of the parts that are done: of each half of a request's rows."""
-    return 2 * p.batch * row_tiles(p)
+    """Counters of joins: of each half of a request's rows."""
+    return 3 * 2 * p.batch * row_tiles(p)
 
 
 def planned(c: Config) -> tuple[str, str]:

@@ -49,5 +49,11 @@ __device__ __forceinline__ unsigned count_arrival(unsigned* counter) {
                  : "memory");
     return before;
 }
+// How many have been counted; what they wrote is seen then.
+__device__ __forceinline__ unsigned arrivals(const unsigned* counter) {
+    unsigned count;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+    return count;
+}
 
 }  // namespace attn
