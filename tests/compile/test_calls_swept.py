@@ -13,7 +13,7 @@ from sweeping import use_gpu
 import attnsweep
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.compile.calls import CalledBuild
-from attnsweep.core.errors import SpecError
+from attnsweep.core.errors import KernelError, SpecError
 from attnsweep.core.trial import OURS, Status
 from attnsweep.sweep import loop
 
@@ -90,6 +90,20 @@ def test_small_cases_of_any_length_compile_during_the_rounds(swept, monkeypatch,
     assert order.index(32) == 0 if enough else order[-1] == 32
     assert order.count(32) == 1
     assert "round" in order
+
+
+def test_rounds_are_kept_if_small_cases_of_any_length_cannot_be_compiled(swept, monkeypatch, tmp_path):
+    def fails(build):
+        raise KernelError("ValueError: no such place (tuned.py:7)", where="tuned.py:attention")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_ENOUGH_CORES", 1)
+        patch.setattr(CalledBuild, "on_any_length", fails)
+        with pytest.raises(KernelError, match="no such place"):
+            swept(tmp_path)
+    again, gpu = swept(tmp_path)
+    assert [row.config["BLOCK"] for row in again.run.trials if row.time_us and row.time_us.rounds]
+    assert not [call for call in gpu.calls if call[0] == "replay"]
 
 
 def test_a_call_that_is_right_on_its_own_lengths_alone_is_said_so(swept, tmp_path):
