@@ -15,6 +15,7 @@ from attnsweep.bench.gpu import WorkerError
 from attnsweep.compile.calls import CalledBuild
 from attnsweep.core.errors import KernelError, SpecError
 from attnsweep.core.trial import OURS, Status
+from attnsweep.store.run import find_runs, open_run
 from attnsweep.sweep import loop
 
 missing = [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]
@@ -92,7 +93,7 @@ def test_small_cases_of_any_length_compile_during_the_rounds(swept, monkeypatch,
     assert "round" in order
 
 
-def test_rounds_are_kept_if_small_cases_of_any_length_cannot_be_compiled(swept, monkeypatch, tmp_path):
+def test_a_sweep_that_ends_behind_its_rounds_proves_its_winner_when_it_resumes(swept, monkeypatch, tmp_path):
     def fails(build):
         raise KernelError("ValueError: no such place (tuned.py:7)", where="tuned.py:attention")
 
@@ -101,9 +102,13 @@ def test_rounds_are_kept_if_small_cases_of_any_length_cannot_be_compiled(swept, 
         patch.setattr(CalledBuild, "on_any_length", fails)
         with pytest.raises(KernelError, match="no such place"):
             swept(tmp_path)
-    again, gpu = swept(tmp_path)
-    assert [row.config["BLOCK"] for row in again.run.trials if row.time_us and row.time_us.rounds]
-    assert not [call for call in gpu.calls if call[0] == "replay"]
+    (run,) = find_runs(tmp_path)
+    before = [row for row in open_run(run).trials if row.time_us and row.time_us.rounds]
+    assert {row.call["covers"] for row in before} == {"this binary"}
+    resumed, gpu = swept(tmp_path)
+    assert [row.config["BLOCK"] for row in resumed.run.trials if row.call["covers"] == "any length"] == [32]
+    assert len([call for call in gpu.calls if call[0] == "trial"]) == 1  # on any length
+    assert not swept(tmp_path)[1].calls
 
 
 def test_a_call_that_is_right_on_its_own_lengths_alone_is_said_so(swept, tmp_path):
