@@ -275,10 +275,13 @@ class Tracer:
     def _published(self, entry: Path, aside: str, found: dict[str, Any]) -> Traced:
         """The entry of an answer, whose cubins are in another folder."""
         text = json.dumps({"format": _FORMAT, **found})
-        Path(aside, "trace.json").write_text(text, encoding="utf-8")
-        for group in Path(aside).rglob("__grp__*"):  # which has whole paths of its files
-            moved = group.read_text(encoding="utf-8").replace(aside, str(entry))
-            group.write_text(moved, encoding="utf-8")
+        try:
+            Path(aside, "trace.json").write_text(text, encoding="utf-8")
+            for group in Path(aside).rglob("__grp__*"):  # which has whole paths of its files
+                moved = group.read_text(encoding="utf-8").replace(aside, str(entry))
+                group.write_text(moved, encoding="utf-8")
+        except OSError as error:
+            raise unwritable(error, entry.parent) from error
         if entry.exists() and self._read(entry) is None:  # damaged, or of other files
             shutil.rmtree(entry, ignore_errors=True)
         with contextlib.suppress(OSError):  # a faster process has written it
@@ -292,9 +295,9 @@ class Tracer:
 
     def _with_cases(self, entry: Path, kept: Traced, cases: Any) -> Traced:
         """An entry that was made without cases, with these from now on."""
-        found = {**json.loads((entry / "trace.json").read_bytes()), "cases": cases}
-        self._keep(entry / "trace.json", found)
-        return replace(kept, cases=_cases(found))
+        if (found := self._kept(entry / "trace.json")) is not None:  # or it was removed meanwhile
+            self._keep(entry / "trace.json", {**found, "cases": cases})
+        return replace(kept, cases=_cases({"cases": cases}))
 
     def close(self) -> None:
         """End the process; what is not traced by then never is."""

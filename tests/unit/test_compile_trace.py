@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from attnsweep.compile.trace import Tracer
-from attnsweep.core.errors import CompilerLost, KernelError
+from attnsweep.core.errors import CompilerLost, KernelError, ToolchainError
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem
 
@@ -72,6 +72,14 @@ def test_what_several_threads_ask_while_it_ends_is_lost(tracer_of):
     for thread in threads:
         thread.join()
     assert lost == [CompilerLost] * 200
+
+
+def test_a_full_disk_is_said_as_that_and_not_as_a_fault_of_the_call(tracer_of):
+    """Its folder is gone by the time that its answer is there."""
+    gone = "import shutil; shutil.rmtree(ask()['folder']); say(1, value={'launches': []}); ask()"
+    why = tracer_of(READY + gone).submit(PROBLEM, {"BLOCK": 64}).exception(10)
+    assert isinstance(why, ToolchainError)
+    assert "the cubin cache cannot be written (No such file or directory)" in str(why)
 
 
 def test_a_file_that_cannot_be_imported_again_says_so_each_time(tracer_of, tmp_path):
