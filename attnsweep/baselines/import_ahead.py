@@ -85,7 +85,7 @@ def load(names: Sequence[str]) -> None:
     calls = any(map(CALLABLE.fullmatch, names))
     wanted = [("torch",), *(_IMPORTS.get(name, ()) for name in names), *([_OF_CALLS] * calls)]
     for modules in dict.fromkeys(wanted):
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(BaseException):  # a package may even exit while it is imported
             module = next(filter(flash.importable, modules))
             with step(f"import {module}"):
                 package = flash.loaded(module)

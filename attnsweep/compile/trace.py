@@ -95,15 +95,21 @@ class Tracer:
         self.versions = _versions(call)
         """Versions of PyTorch and Triton, and variables that change what Triton compiles."""
         self._process: Any = None
+        self._listener: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._asked: dict[int, Future[Any]] = {0: Future()}
-        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._asked: dict[int, Future[Any]] = {}
+        """What is not answered yet, by number."""
+        self._numbers = itertools.count(1)
+        self._ended = threading.Event()
+        """Set when no more answers come: what is asked from then on is lost at once."""
         self._running: dict[tuple[str, bool], Future[Traced]] = {}
         """What is being traced, by key and whether with cases: none is compiled twice at once."""
 
     def _start(self) -> dict[str, str]:
         """Start the process; returns SHA-256 of each file that it has imported."""
         facts = self.call, self.arch.name, str(self.arch.sm_count), str(self._jobs)
+        self._ended.clear()
+        self._asked[0] = ready = Future[Any]()
         self._process = self._popen(
             [sys.executable, "-Pc", _START, *facts],
             stdin=subprocess.PIPE,
@@ -111,11 +117,13 @@ class Tracer:
             stderr=subprocess.DEVNULL,
             env={**os.environ, "TRITON_INTERPRET": str(int(self._interpreted))},
         )
+        self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
         try:
-            files: dict[str, str] = self._asked[0].result()
+            files: dict[str, str] = ready.result()
         except CompileError as error:
             self.close()
+            self._process = None  # whoever asks again hears the same
             raise KernelError(error.what, where=self.call) from error
         self._keep(self._known_files, files)
         return files
@@ -267,10 +275,13 @@ class Tracer:
     def _published(self, entry: Path, aside: str, found: dict[str, Any]) -> Traced:
         """The entry of an answer, whose cubins are in another folder."""
         text = json.dumps({"format": _FORMAT, **found})
-        Path(aside, "trace.json").write_text(text, encoding="utf-8")
-        for group in Path(aside).rglob("__grp__*"):  # which has whole paths of its files
-            moved = group.read_text(encoding="utf-8").replace(aside, str(entry))
-            group.write_text(moved, encoding="utf-8")
+        try:
+            Path(aside, "trace.json").write_text(text, encoding="utf-8")
+            for group in Path(aside).rglob("__grp__*"):  # which has whole paths of its files
+                moved = group.read_text(encoding="utf-8").replace(aside, str(entry))
+                group.write_text(moved, encoding="utf-8")
+        except OSError as error:
+            raise unwritable(error, entry.parent) from error
         if entry.exists() and self._read(entry) is None:  # damaged, or of other files
             shutil.rmtree(entry, ignore_errors=True)
         with contextlib.suppress(OSError):  # a faster process has written it
@@ -284,9 +295,9 @@ class Tracer:
 
     def _with_cases(self, entry: Path, kept: Traced, cases: Any) -> Traced:
         """An entry that was made without cases, with these from now on."""
-        found = {**json.loads((entry / "trace.json").read_bytes()), "cases": cases}
-        self._keep(entry / "trace.json", found)
-        return replace(kept, cases=_cases(found))
+        if (found := self._kept(entry / "trace.json")) is not None:  # or it was removed meanwhile
+            self._keep(entry / "trace.json", {**found, "cases": cases})
+        return replace(kept, cases=_cases({"cases": cases}))
 
     def close(self) -> None:
         """End the process; what is not traced by then never is."""
@@ -299,36 +310,45 @@ class Tracer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._listener.join()
+        if self._listener is not None and self._listener.is_alive():  # or Ctrl-C came before
+            self._listener.join()
         self._process.stdout.close()
 
     def _ask(self, do: str, **facts: Any) -> Future[Any]:
         with self._lock:
             if self._process is None:
                 self._start()
-            number = max(self._asked, default=0) + 1
+            number = next(self._numbers)
             asked = self._asked[number] = Future()
             line = {"number": number, "limit_s": _LIMIT_S, "do": do, **facts}
             try:
                 self._process.stdin.write(json.dumps(line).encode() + b"\n")
                 self._process.stdin.flush()
-            except OSError:
-                asked.set_exception(CompilerLost("the process that traces has ended"))
+            except (OSError, ValueError):  # it has ended, or was closed
+                self._lose(number)
+            if self._ended.is_set():  # what it has started may hold the pipe open
+                self._lose(number)
         return asked
 
+    def _lose(self, number: int) -> None:
+        """Answer a request that nothing else answers any more."""
+        if (asked := self._asked.pop(number, None)) is not None:
+            asked.set_exception(CompilerLost("the process that traces has ended"))
+
     def _listen(self) -> None:
-        for line in (self._process and self._process.stdout) or ():
-            reply = json.loads(line)
-            asked = self._asked[reply["number"]]
-            if "failed" in reply:
-                what, _, log = str(reply["failed"]).partition("\n")
-                lost = "killed" in reply
-                asked.set_exception(CompilerLost(what) if lost else CompileError(what, log=log))
-            else:
-                asked.set_result(reply["value"])
-        for asked in self._asked.values():
-            if not asked.done():
-                asked.set_exception(CompilerLost("the process that traces has ended"))
+        with contextlib.suppress(ValueError, KeyError):  # an answer amid which it was killed
+            for line in self._process.stdout:
+                reply = json.loads(line)
+                asked = self._asked.pop(reply["number"])
+                if "failed" in reply:
+                    what, _, log = str(reply["failed"]).partition("\n")
+                    lost = "killed" in reply
+                    asked.set_exception(CompilerLost(what) if lost else CompileError(what, log=log))
+                else:
+                    asked.set_result(reply["value"])
+        self._ended.set()
+        for number in [*self._asked]:
+            self._lose(number)
 
     def _read(self, entry: Path) -> Traced | None:
         """Read a cache entry; None if it is damaged or the user's files have changed."""

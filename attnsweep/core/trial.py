@@ -291,6 +291,8 @@ def unsound(trial: Trial) -> tuple[Status, str] | None:
     for us in (*_span(time), *time.rounds, *_times(trial), *trial.stages_us.values()):
         if us is not None and not 0 < us < math.inf:
             return Status.DAMAGED, f"says ok, but {odd_time(trial)}"
+    if time.first_round < 0:
+        return Status.DAMAGED, f"says ok, but its first round is {time.first_round}"
     if trial.energy_uj is not None and (odd := odd_time(trial)):
         return Status.DAMAGED, f"says ok, but {odd}"
     if time.rounds and not abs(time.median / (middle := median(time.rounds)) - 1) < _CONTRADICTS:

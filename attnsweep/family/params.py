@@ -103,12 +103,15 @@ def values_in(text: str, where: str | None = None) -> dict[str, str]:
 
     where: the option that it is of.
     """
-    values = {}
+    values = dict[str, str]()
     for part in text.split():
         name, equals, value = part.partition("=")
         if not (name and equals and value):
             what, hint = f"not a parameter's value: {part!r}", "write NAME=VALUE, like BLOCK_M=64"
             raise KernelError(what, where=where, hint=hint)
+        if name in values:
+            what = f"{name} is given twice: {values[name]}, then {value}"
+            raise KernelError(what, where=where, hint="drop one of the two")
         values[name] = value
     return values
 

@@ -18,7 +18,7 @@ from attnsweep.core.errors import AttnsweepError, ProblemError, SpecError
 from attnsweep.core.hardware import arch_on
 from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import Status, Trial
-from attnsweep.family.family import SMS, Family
+from attnsweep.family.family import SMS, Family, values_in
 from attnsweep.reports.terminal import GLUE
 from attnsweep.reports.text import (
     Row,
@@ -195,11 +195,14 @@ def _words(given: Sequence[str], section: Section) -> dict[str, str]:
     """The given words as names and values."""
     wanted: dict[str, str] = {}
     families = list(dict.fromkeys(row["kernel"] for row in section.candidates))
-    for word in " ".join(given).split():
-        name, equals, value = word.partition("=")
-        if equals and value:
-            wanted[name] = value_text(_on_card(value, section))
-        elif word in families:
+    words = " ".join(given).split()
+    named = [word for word in words if all(word.partition("="))]
+    for name, value in values_in(" ".join(named)).items():
+        wanted[name] = value_text(_on_card(value, section))
+    for word in words:
+        if word in named:
+            continue
+        if word in families:
             wanted["kernel"] = word
         else:
             wanted |= _by_place(word, section, wanted.get("kernel"))

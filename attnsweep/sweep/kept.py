@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from attnsweep.choose.ranking import winner_of
 from attnsweep.compile.candidate import Build
 from attnsweep.core.callables import CALLABLE
 from attnsweep.core.errors import StoreError
 from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
-from attnsweep.core.trial import OURS, PROTOCOL, Environment, Status, Trial
+from attnsweep.core.trial import OURS, PROTOCOL, THIS_BINARY, Environment, Status, Trial
 from attnsweep.core.user_code import source_digest
 from attnsweep.family.family import Family
 from attnsweep.regress.verdicts import other_machine
@@ -43,7 +44,10 @@ class Kept:
         return kept
 
     def whole(self, problem: Problem, builds: Sequence[Build]) -> bool:
-        """Whether nothing of a problem is left to measure: all these candidates, and the rounds."""
+        """Whether nothing of a problem is left to measure: all these candidates, and the rounds.
+
+        And whether a call that wins is known to be right on any length, or not to be.
+        """
         kept = self.rows(builds)
         if len(kept) < len(builds):
             return False
@@ -53,7 +57,12 @@ class Kept:
             if old is None or old.fingerprint != row.fingerprint:
                 return False
         timed = [t for t in kept.values() if t.status is Status.OK]
-        return not timed or self._all_rounds(problem, [*kept.values()])
+        if timed and not self._all_rounds(problem, [*kept.values()]):
+            return False
+        if all(t.call.get("covers") != THIS_BINARY for t in timed):
+            return True
+        call = {} if (best := winner_of([*stored.values()])) is None else best.call
+        return call.get("covers") != THIS_BINARY or "other_lengths" in call
 
     def _all_rounds(self, problem: Problem, kept: Sequence[Trial]) -> bool:
         """Whether the last rounds of these rows are there, with all rows that took part in them.

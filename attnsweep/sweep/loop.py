@@ -26,7 +26,7 @@ from attnsweep.compile.candidate import Build, compiled_candidate, workspace_lim
 from attnsweep.compile.launches import Candidate
 from attnsweep.compile.nvrtc import NOW, Compiler, cores
 from attnsweep.core.callables import Asked
-from attnsweep.core.errors import CompileError, StoreError, ToolchainError
+from attnsweep.core.errors import AttnsweepError, CompileError, StoreError
 from attnsweep.core.long_problems import has_shorter
 from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
@@ -245,7 +245,7 @@ class _ProblemSweep:
         raced = race(checked, self._spec, gpu, put=self._put, observer=observer)
         alone = self._spec.measure.eager and cores() < _ENOUGH_CORES  # as the host's times must be
         if raced and not alone:  # the first probably wins; this takes as long as the rounds
-            with suppress(ToolchainError):  # raised again, when the rounds are stored
+            with suppress(AttnsweepError):  # raised again, when the rounds are stored
                 self._compile_any_length(*in_order(raced)[0])
         keep = self._store.append
         measure, seed = self._spec.measure, self._spec.search.seed

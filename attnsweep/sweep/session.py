@@ -210,7 +210,7 @@ class SweepSession:
             self.planned = whole if shard is None else shard.take(whole)
 
         # What reports need takes 0.4 s after the last round otherwise, on an H200 host.
-        threading.Thread(target=import_module, args=("pandas",), daemon=True).start()
+        threading.Thread(target=_import_pandas, daemon=True).start()
         with ThreadPoolExecutor(1) as aside:
             described, begun = aside.submit(cards.describe), None
             # In this thread, where a rule that never returns meets its time limit, or Ctrl-C.
@@ -250,6 +250,11 @@ class SweepSession:
         rows = self.store.rows_of(problem)
         if len(self._finished) < len(self.planned) and rows:
             self.observer.ranked(rows, self.environment)
+
+
+def _import_pandas() -> None:
+    with suppress(BaseException):  # which is raised again where reports need it
+        import_module("pandas")
 
 
 def _compile_early(

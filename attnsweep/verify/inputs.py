@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attnsweep.core import boolean_masks
+from attnsweep.core.layouts import Gathered
 from attnsweep.core.long_problems import is_long
 from attnsweep.core.problem import SCALE_BLOCK, Padded, Paged, Problem, ceil_div
 from attnsweep.core.threads import parallel
@@ -244,8 +245,7 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
         sign = 1 if case.inputs == "far_above" else -1
         shift = np.full((problem.batch, 1, problem.seqlen_k, 1), sign * each, np.float32)
         if case.inputs == "tiny_ends":
-            end = min(256, 2 * problem.seqlen_k // 5)
-            shift[:, :, end : problem.seqlen_k - end] = 0
+            shift *= _at_ends(problem)
         elif case.inputs == "far_below" and problem.mask.interval.right is not None:
             # Not at the edge of a tile, so that the last tile of some queries has such keys.
             half = min(problem.seqlen_q, problem.seqlen_k) // 2
@@ -319,6 +319,21 @@ def _of_scale(problem: Problem) -> np.float32:
     """The power of two by which q grows for a problem's own scale; no rounding changes."""
     octaves = round(math.log2(problem.head_dim**-0.5 / problem.scale))
     return np.float32(2.0 ** min(8, max(-8, octaves)))
+
+
+def _at_ends(problem: Problem) -> npt.NDArray[np.bool_]:
+    """(batch, 1, seqlen_k, 1): whether a key is among the first or the last.
+
+    Of a paged cache, those of each request: beside a sink, a short one of such keys alone has
+    weights that fp16 rounds by 2e-3, while limits come from a long one.
+    """
+    ranges = np.full((problem.batch, 2), (0, problem.seqlen_k))
+    if isinstance(problem.layout, Gathered):
+        ranges = np.array(problem.key_ranges)
+    first, end = ranges.T[:, :, None, None, None]
+    keys, few = np.arange(problem.seqlen_k)[:, None], np.minimum(256, 2 * (end - first) // 5)
+    at_ends: npt.NDArray[np.bool_] = (keys < first + few) | (keys >= end - few)
+    return at_ends
 
 
 def _in_range(problem: Problem) -> npt.NDArray[np.bool_]:

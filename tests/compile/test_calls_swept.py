@@ -13,8 +13,9 @@ from sweeping import use_gpu
 import attnsweep
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.compile.calls import CalledBuild
-from attnsweep.core.errors import SpecError
+from attnsweep.core.errors import KernelError, SpecError
 from attnsweep.core.trial import OURS, Status
+from attnsweep.store.run import find_runs, open_run
 from attnsweep.sweep import loop
 
 missing = [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]
@@ -90,6 +91,24 @@ def test_small_cases_of_any_length_compile_during_the_rounds(swept, monkeypatch,
     assert order.index(32) == 0 if enough else order[-1] == 32
     assert order.count(32) == 1
     assert "round" in order
+
+
+def test_a_sweep_that_ends_behind_its_rounds_proves_its_winner_when_it_resumes(swept, monkeypatch, tmp_path):
+    def fails(build):
+        raise KernelError("ValueError: no such place (tuned.py:7)", where="tuned.py:attention")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_ENOUGH_CORES", 1)
+        patch.setattr(CalledBuild, "on_any_length", fails)
+        with pytest.raises(KernelError, match="no such place"):
+            swept(tmp_path)
+    (run,) = find_runs(tmp_path)
+    before = [row for row in open_run(run).trials if row.time_us and row.time_us.rounds]
+    assert {row.call["covers"] for row in before} == {"this binary"}
+    resumed, gpu = swept(tmp_path)
+    assert [row.config["BLOCK"] for row in resumed.run.trials if row.call["covers"] == "any length"] == [32]
+    assert len([call for call in gpu.calls if call[0] == "trial"]) == 1  # on any length
+    assert not swept(tmp_path)[1].calls
 
 
 def test_a_call_that_is_right_on_its_own_lengths_alone_is_said_so(swept, tmp_path):

@@ -3,7 +3,9 @@
 import importlib.util
 import json
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from attnsweep.compile.calls import build_of, tracers_of, with_calls
 from attnsweep.compile.cubin import resources
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.compile.trace import Tracer
-from attnsweep.core.errors import CompileError, KernelError, SpecError
+from attnsweep.core.errors import CompileError, CompilerLost, KernelError, SpecError
 from attnsweep.core.hardware import arch_named
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Status
@@ -190,6 +192,29 @@ def test_a_launcher_that_fails_costs_its_config_alone(tracers, monkeypatch):
             said[how] = f"{error.what}\n{error.log}"
     for how, why in FAULTS.items():
         assert why in said[how], how
+
+
+def test_ctrl_c_is_the_parents_and_what_traces_leaves_nothing_running(programs, place):
+    """A terminal sends it to both: what ended here left a launcher that hangs to itself."""
+    tracer = Tracer("tuned.py:faulty", ARCH, place / "cache")
+    lost = tracer.submit(SHORT, {"how": "hangs"})
+    own = tracer._process.pid
+    children = Path(f"/proc/{own}/task/{own}/children")
+    while not (hanging := children.read_text().split()):
+        time.sleep(0.01)
+    os.kill(own, signal.SIGINT)
+    with pytest.raises(CompileError, match="no such tile"):
+        tracer.submit(SHORT, {"how": "raises"}).result(30)
+    tracer.close()
+    assert isinstance(lost.exception(0), CompilerLost)
+    assert [*map(_running, hanging)] == [False] * len(hanging)
+
+
+def _running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_inspect_says_why_a_call_has_no_code_before_it_is_called(place):

@@ -185,6 +185,21 @@ def test_hard_inputs_are_hard():
         assert check(q @ k.T * problem.scale), kind
 
 
+@pytest.mark.parametrize("mask", ["causal", "window(40,0)"])
+@pytest.mark.parametrize("scores", ["", " sinks", " softcap(5) sinks"])
+def test_limits_admit_short_requests_beside_long_ones_whose_ends_are_tiny(mask, scores):
+    """Keys that are all at -5 beside a sink of 6.5 have weights of 1e-5, and fp16 rounds those by up to 3e-3."""
+    problem = Problem.parse(f"(6,4/1,1x640,64) fp16 {mask} paged(16,1x640+1x129+1x33+1x17+1x1+1x0){scores}")
+    case, rows = Case(problem, "tiny_ends"), np.arange(1)
+    ways = [verify_rounded.EXACT, verify_rounded.ForwardMaths(True), verify_rounded.ForwardMaths(True, from_first=True)]
+    for seed in range(4):
+        made = verify_inputs.make_inputs(case, seed)
+        exact, *outs = verify_rounded.references(made, problem, rows, ways)
+        for out in outs:
+            shares = measures.measures(out, exact, "fp16").shares(verify_limits.limits(case, 0))
+            assert max(shares.values()) < 0.9, shares
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_normal_inputs_are_made_as_hard_as_those_that_are_drawn(dtype):
     """But for what the least fp16 numbers are rounded by."""

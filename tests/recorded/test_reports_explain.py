@@ -8,7 +8,7 @@ from samples import baseline, failed, full_run
 from typer.testing import CliRunner
 
 from attnsweep.cli import app
-from attnsweep.core.errors import SpecError
+from attnsweep.core.errors import AttnsweepError, SpecError
 from attnsweep.core.trial import Status
 from attnsweep.family.discover import discover
 from attnsweep.reports.explain import ConfigExplanation, explain, lines, verdict
@@ -107,10 +107,11 @@ def test_a_config_that_a_rule_removed_is_no_candidate(short, families) -> None:
         ("flash_fwd_wgma", "is named 'flash_fwd_wgma'", "did you mean 'flash_fwd_wgmma'"),
         ("torch_cudnn", "'torch_cudnn' is a baseline", "ours: flash_fwd_wgmma"),
         ("=", "is named '='", "or write NAME=VALUE"),
+        ("BLOCK_N=64 BLOCK_N=96", "BLOCK_N is given twice: 64, then 96", "drop one of the two"),
     ],
 )
 def test_an_unknown_config_is_refused_with_the_nearest_name(short, families, given, what, hint) -> None:
-    with pytest.raises(SpecError) as caught:
+    with pytest.raises(AttnsweepError) as caught:
         [*explain(short, [given], SHORT, families)]
     assert what in caught.value.render()
     assert hint in caught.value.render()

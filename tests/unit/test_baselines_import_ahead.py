@@ -78,6 +78,12 @@ def test_what_calls_launch_with_is_imported_and_started_ahead(there):
     assert sys.modules["triton"].built
 
 
+def test_a_package_that_exits_while_it_is_imported_keeps_no_other_from_it(there):
+    imported = there(TORCH | {"triton.py": "raise SystemExit(3)", "cudnn.py": ""})
+    import_ahead.load(["attend.py:attention", "triton_flash", "cudnn"])
+    assert imported() == {"torch", "cudnn"}
+
+
 FLASH_3 = """
 class Operator:  # as torch.library.custom_op makes one; a call of it imports torch._dynamo
     def __init__(self, function):

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -339,3 +340,12 @@ def test_an_order_that_no_kernel_has_is_refused_with_the_orders_there_are(mine, 
 def test_a_text_that_is_no_whole_number_is_a_value_as_it_stands():
     config = config_in("SPLITS=-4 MODE=--5 SIZE=² FLAG=true NONE=null")
     assert dict(config) == {"SPLITS": -4, "MODE": "--5", "SIZE": "²", "FLAG": True, "NONE": None}
+
+
+def test_a_parameter_that_is_given_twice_is_refused_by_its_name(attnsweep):
+    refused = "BLOCK_M is given twice: 64, then 128\n  drop one of the two"
+    with pytest.raises(KernelError, match=re.escape(f"--config: {refused}")):
+        config_in("BLOCK_M=64 BLOCK_N=64 BLOCK_M=128", "--config")
+    for command in ("verify", "inspect"):
+        done = attnsweep(command, "flash_fwd_mma", "BLOCK_M=64 BLOCK_M=128")
+        assert (done.returncode, refused in done.stderr) == (2, True), done.stderr

@@ -161,6 +161,7 @@ WITH = {
     "rounds[1] is -1.0": {"time_us": {"rounds": [7.4, -1, 7.6]}},
     "cold_us is nan": {"cold_us": "nan"},
     "stages_us.qk is inf": {"stages_us": {"qk": "inf"}},
+    "its first round is -1": {"time_us": {"first_round": -1}},
     "its median is 1 and that of its rounds 7.5": {"time_us": {"median": True}},
     "has no time": {"time_us": None},
     "its error nan exceeds": {"accuracy": {"rel_err": "nan"}},

@@ -25,6 +25,7 @@ from attnsweep.family import time_limit
 from attnsweep.family.discover import discover
 from attnsweep.store import code as kept_code
 from attnsweep.store.run import pack, read_trials
+from attnsweep.sweep import session
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -72,6 +73,15 @@ def test_the_first_candidates_compile_while_the_gpu_process_starts(go, gpu):
 
     gpu.installed, gpu.describe = arch_on(TEST_GPU), describe
     assert by_config(go())[(64,)].status is Status.OK
+
+
+def test_what_reports_need_and_cannot_be_imported_ahead_prints_nothing(go, monkeypatch, capfd):
+    def fails(name):
+        raise ImportError(f"{name}: numpy.dtype size changed")
+
+    monkeypatch.setattr(session, "import_module", fails)
+    assert go().exit_code == 0
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_inputs_are_drawn_anew_in_each_run_unless_the_spec_has_their_seed(go, gpu):

@@ -337,6 +337,7 @@ class Server:
         if pid == 0:
             with contextlib.suppress(BaseException):
                 os.close(come)
+                self._requests.close()  # or it would be asked still if this process outlives it
                 self._replies.close()
                 os.write(go, json.dumps(_done(self._traced, request)).encode() + b"\n")
             os._exit(0)
@@ -415,6 +416,8 @@ def main() -> None:
         replies.write(json.dumps({"number": 0, "failed": why}).encode() + b"\n")
         replies.flush()
         os._exit(1)
+    # Only the parent handles Ctrl-C: this process ends with the pipe, and all that it has started.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     replies.write(json.dumps({"number": 0, "value": ready}).encode() + b"\n")
     replies.flush()
     Server(requests, replies, traced, int(jobs)).serve()
