@@ -309,13 +309,12 @@ def _explain(
     else:
         family, config = row["kernel"], row.facts.config
     own, values = kernels.get(family), _spec_values(spec, family, section)
-    calls = (r.facts.call for r in section.candidates if r["kernel"] == family)
-    call = next((each["function"] for each in calls if each), None)
+    mine = [r for r in section.candidates if r["kernel"] == family]
+    trials = [r.facts for r in mine]
+    call = next((trial.call["function"] for trial in trials if trial.call), None)
     unknown, removes = _rules(own, section, config, call)
     modes = [mode.name for mode in own.modes] if own is not None else []
     rule = removes(config) if row is None else None
-    mine = [r for r in section.candidates if r["kernel"] == family]
-    trials = [r.facts for r in mine]
     best = next((r for r in mine if r["rank"]), None)
     axes = axes_of((spec.get(family) or {}).get("variants"))
     facts = next((facts for facts in section.spaces if facts.get("kernel") == family), {})
@@ -327,7 +326,7 @@ def _explain(
         row,
         rule,
         tuple(_beside(section, row)),
-        tuple(_neighbours(mine, row, config, values, removes, modes)),
+        tuple(_neighbours(mine, trials, row, config, values, removes, modes)),
         {n: c for n, c in removed.items() if c} if isinstance(removed, Mapping) else {},
         tuple(effects(trials, best.facts, axes)) if best is not None else (),
         len(timed(trials, family)),
@@ -411,6 +410,7 @@ def _beside(section: Section, row: Row | None) -> list[tuple[str, Row]]:
 
 def _neighbours(
     rows: Sequence[Row],
+    trials: Sequence[Trial],
     row: Row | None,
     config: Mapping[str, Value],
     named_values: Mapping[str, Sequence[Value]],
@@ -419,17 +419,17 @@ def _neighbours(
 ) -> list[Neighbour]:
     """Every config one parameter away, of the values that the run or its spec has.
 
-    modes: parameters that no rule of the family reads.
+    trials: of the rows. modes: parameters that no rule of the family reads.
     """
-    configs = [row.facts.config for row in rows]
+    configs = [trial.config for trial in trials]
     by_config = {_frozen(each): row for each, row in zip(configs, rows, strict=True)}
     own = row.facts.screened_us if row is not None else None
     out = []
     for name, mine in config.items():
         seen = {value_text(v): v for v in named_values.get(name, ())}
-        values = (each[name] for each in configs if each.get(name) is not None)
-        for value in dict.fromkeys(values):
-            seen.setdefault(value_text(value), value)
+        for value in dict.fromkeys([each.get(name) for each in configs]):
+            if value is not None:
+                seen.setdefault(value_text(value), value)
         for text, value in sorted(seen.items(), key=lambda item: in_order(item[1])):
             if text == value_text(mine):
                 continue

@@ -266,13 +266,13 @@ def place_of(row: Row) -> str:
 
 def heading(section: Section) -> list[str]:
     """The label, then where, with what and when it was measured or recorded."""
-    where, sources = section.environment, origins(section)
+    where = section.environment
     label = section.problem.label
     if all(row["status"] == Status.NO_RECORD for row in section.rows):
         return [label, "the recording has no row of this problem"]
     if all_recorded(section):
         driver = [f"driver {where.driver}"] if where else []
-        return [label, f"recorded on {' and '.join(sources)}", *driver]
+        return [label, f"recorded on {' and '.join(origins(section))}", *driver]
     if where is None:
         return [label, "no usable environment.json: GPU and date unknown"]
     return [label, f"measured on {where.gpu}", f"driver {where.driver}", where.date[:10]]
