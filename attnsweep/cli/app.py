@@ -270,7 +270,8 @@ def print_run(run_: Run, json_: bool, top: int | None, full: bool, *, every: boo
     every: end in a sentence about each problem, however many there are.
     """
     from attnsweep.reports import tables
-    from attnsweep.reports.text import sections_of, sentence
+    from attnsweep.reports.sections import sections_of
+    from attnsweep.reports.text import sentence
     from attnsweep.serve.export import use_of
 
     warn(run_)

@@ -43,7 +43,7 @@ from attnsweep.regress.ab_test import RECORD, AbTestResult, Ended, Series, said
 from attnsweep.regress.budget import Budget
 from attnsweep.regress.sequential_test import FEWEST
 from attnsweep.regress.verdicts import Comparison, Finding, Verdict, differences, other_card
-from attnsweep.reports.text import sections_of
+from attnsweep.reports.sections import sections_of
 from attnsweep.specs.load import SweepSpec
 from attnsweep.specs.plan import arch_of, input_seed
 from attnsweep.store.code import read_code, read_files, same_code

@@ -12,27 +12,24 @@ from typing import Any
 
 from rich.text import Text
 
-from attnsweep.choose.columns import chosen_by, named, value_text
+from attnsweep.choose.columns import Row, chosen_by, named, value_text
 from attnsweep.choose.effects import Effect, axes_of, effects, in_order, percents, timed
 from attnsweep.core.errors import AttnsweepError, ProblemError, SpecError
 from attnsweep.core.hardware import arch_on
 from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import Status, Trial
 from attnsweep.family.family import SMS, Family
+from attnsweep.reports.sections import Section, kernels_of, sections_of
 from attnsweep.reports.terminal import GLUE
 from attnsweep.reports.text import (
-    Row,
-    Section,
     all_recorded,
     faster_baseline,
     figure,
     first_line,
     heading,
     judged_line,
-    kernels_of,
     place_of,
     recorded_lines,
-    sections_of,
     who,
 )
 from attnsweep.reports.views import counters, said, table
