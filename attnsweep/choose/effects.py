@@ -87,9 +87,7 @@ def timed(trials: Iterable[Trial], kernel: str) -> list[Trial]:
 
 
 def effects(
-    trials: Sequence[Trial],
-    reference: Trial,
-    axes: Mapping[str, Sequence[str]] | None = None,
+    trials: Sequence[Trial], reference: Trial, axes: Mapping[str, Sequence[str]] | None = None
 ) -> list[Effect]:
     """The effect of each parameter, the largest share of variance first.
 

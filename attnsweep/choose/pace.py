@@ -133,10 +133,7 @@ def _of_session(rows: Sequence[Trial]) -> dict[int, float]:
 
 
 def _raced_us(
-    trial: Trial,
-    names: Mapping[str, Trial],
-    alone: Mapping[int, float],
-    seen: frozenset[int],
+    trial: Trial, names: Mapping[str, Trial], alone: Mapping[int, float], seen: frozenset[int]
 ) -> float:
     """The time of a row by itself and, without rounds, by those that beat it in a race.
 

@@ -198,10 +198,7 @@ def joined(words: Sequence[str]) -> str:
 
 
 def load(
-    spec: Path,
-    kernels: Path | None,
-    settings: Sequence[str] = (),
-    shapes: Sequence[str] = (),
+    spec: Path, kernels: Path | None, settings: Sequence[str] = (), shapes: Sequence[str] = ()
 ) -> SweepSpec:
     """A spec with the families that it may name. settings, shapes: of --set and --problem.
 

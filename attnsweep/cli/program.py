@@ -148,10 +148,7 @@ _FILES = "attnsweep-speedup.json"
 
 
 @command(GUARD)
-def exec_(
-    package: Annotated[str, typer.Argument()],
-    command: options.Command,
-) -> None:
+def exec_(package: Annotated[str, typer.Argument()], command: options.Command) -> None:
     """Run a PyTorch program unchanged, with a package in the place of PyTorch's attention.
 
     The package is enabled in every Python process that the command starts, right after PyTorch is

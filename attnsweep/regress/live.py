@@ -236,10 +236,7 @@ def _kept(baseline: Run, winner: Trial, compiler: Compiler) -> LaunchPlan | Buil
 
 
 def _today(
-    winner: Trial,
-    kernels: Mapping[str, Family],
-    compiler: Compiler,
-    limit: int | None,
+    winner: Trial, kernels: Mapping[str, Family], compiler: Compiler, limit: int | None
 ) -> Build:
     """The build of the winner's config from today's kernel. Raises Ended if that is impossible."""
     kernel = kernels.get(winner.kernel)

@@ -146,10 +146,7 @@ def _json_row(row: Row | None) -> dict[str, Any]:
 
 
 def explain(
-    run: Run,
-    given: Sequence[str],
-    problem: str | None,
-    kernels: Mapping[str, Family],
+    run: Run, given: Sequence[str], problem: str | None, kernels: Mapping[str, Family]
 ) -> Iterator[ConfigExplanation]:
     """An explanation for each problem of the run, or only for `problem`, as it is asked for.
 

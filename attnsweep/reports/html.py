@@ -49,13 +49,7 @@ _BEFORE = 4
 _MAX_REASONS = 40
 
 
-def write(
-    run: Run,
-    path: Path,
-    *,
-    top: int = 10,
-    target_us: float | None = None,
-) -> int:
+def write(run: Run, path: Path, *, top: int = 10, target_us: float | None = None) -> int:
     """Write the page of `run` to `path`, in one step, and return its size in bytes.
 
     top: candidates per ranked table, fewer if there are many problems. target_us: reference time

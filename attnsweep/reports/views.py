@@ -299,10 +299,7 @@ def _range(values: Sequence[float], form: str = "{:.0f}") -> str:
 
 
 def _grouped(
-    problems: Sequence[str],
-    blocks: Sequence[Sequence[str]],
-    width: int,
-    styles: Sequence[str] = (),
+    problems: Sequence[str], blocks: Sequence[Sequence[str]], width: int, styles: Sequence[str] = ()
 ) -> list[Text]:
     """The blocks of lines under a heading per problem; the first block is the header."""
     header, *body = blocks

@@ -457,11 +457,7 @@ def chosen_of(
 
 
 def _rivals(
-    winner: Chosen,
-    timed: Collection[Trial],
-    baseline: Trial | None,
-    slower: float,
-    family: Family,
+    winner: Chosen, timed: Collection[Trial], baseline: Trial | None, slower: float, family: Family
 ) -> list[Chosen]:
     """The candidates that are known to take at most `slower` longer than the winner.
 

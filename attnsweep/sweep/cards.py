@@ -365,13 +365,7 @@ class Engine:
                 seat.child.send(self._job.task(seat.task, then))
 
     def _fault(
-        self,
-        seat: _Seat,
-        why: str,
-        *,
-        gone: bool = False,
-        away: bool = False,
-        blame: bool = True,
+        self, seat: _Seat, why: str, *, gone: bool = False, away: bool = False, blame: bool = True
     ) -> None:
         """A child failed: its problem goes to another card, and it is started again or left out.
 
