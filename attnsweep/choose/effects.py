@@ -17,7 +17,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, combinations
+from itertools import chain, combinations, count
 from operator import add, sub
 from typing import Any
 
@@ -142,12 +142,12 @@ class _Setting:
 
     def __init__(self, values: Sequence[Value | None]) -> None:
         typed = [*zip(map(type, values), values, strict=True)]  # True is not 1
-        distinct = dict.fromkeys(typed)
+        distinct, none = dict.fromkeys(typed), (type(None), None)
         self.varies = len(distinct) > 1
-        distinct.pop((type(None), None), None)
+        distinct.pop(none, None)
         self.values = [value for _, value in distinct]
-        of = {each: digit for digit, each in enumerate(distinct, 1)}
-        self.digits = [of.get(each, 0) for each in typed]
+        digit = dict(zip((none, *distinct), count()))
+        self.digits = [*map(digit.__getitem__, typed)]
 
 
 def axes_of(variants: object) -> dict[str, list[str]]:
@@ -213,8 +213,8 @@ def _effect(
         for digit in sorted(values, key=lambda digit: in_order(values[digit]))
     )
     spread = statistics.median(spreads) if spreads else None
-    count = len(others) - sizes[0]
-    return [Effect(name, reference, count, None, len(spreads), spread, shown, tuple(sets))]
+    known = len(others) - sizes[0]
+    return [Effect(name, reference, known, None, len(spreads), spread, shown, tuple(sets))]
 
 
 def _shares(columns: Mapping[str, Sequence[int]], logs: Sequence[float]) -> dict[str, float | None]:

@@ -129,7 +129,8 @@ def _of_session(rows: Sequence[Trial]) -> dict[int, float]:
         if not rounds_of(trial):  # its first time, by the usual ratio of the two
             first = _first_us(trial) * of_first, _first_cycles(trial) * of_cycles
             us[id(trial)] = max(us[id(trial)], *first)
-    return {id(trial): _raced_us(trial, names, us, frozenset()) for trial in rows}
+    raced_us = {id(t): _raced_us(t, names, us, frozenset()) for t in rows if t.race}
+    return us | raced_us
 
 
 def _raced_us(

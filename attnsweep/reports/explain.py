@@ -392,7 +392,7 @@ def _beside(section: Section, row: Row | None) -> list[tuple[str, Row]]:
     add("winner", section.winner)
     add("baseline" if section.lost else "fastest baseline", section.best_baseline)
     add("bound", section.plain_read)
-    ranked = [r for r in section.candidates if r["rank"]]
+    ranked = section.contenders
     at = next((i for i, r in enumerate(ranked) if r is row), None)
     for other in [] if at is None else ranked[at + 1 : at + 1 + NEXT]:
         add("next", other)
@@ -416,7 +416,7 @@ def _neighbours(
     trials: of the rows. modes: parameters that no rule of the family reads.
     """
     configs = [trial.config for trial in trials]
-    by_config = {_frozen(each): row for each, row in zip(configs, rows, strict=True)}
+    by_config = {frozenset(c.items()): row for c, row in zip(configs, rows, strict=True)}
     own = row.facts.screened_us if row is not None else None
     out = []
     for name, mine in config.items():
@@ -428,7 +428,7 @@ def _neighbours(
             if text == value_text(mine):
                 continue
             near = {**config, name: value}
-            there = by_config.get(_frozen(near))
+            there = by_config.get(frozenset(near.items()))
             if there is not None:
                 us = there.facts.screened_us if there["rank"] else None
                 why = None if there["rank"] else first_line(there["detail"])
@@ -439,16 +439,6 @@ def _neighbours(
             fate = "removed" if rule else "not tried"
             out.append(Neighbour(name, value, None, None, fate, ": ".join(rule) if rule else None))
     return out
-
-
-def _frozen(config: Mapping[str, Value]) -> tuple[tuple[str, str], ...]:
-    return _in_order(tuple(config.items()))
-
-
-@lru_cache(maxsize=2**14)
-def _in_order(settings: tuple[tuple[str, Value], ...]) -> tuple[tuple[str, str], ...]:
-    """The settings as -D writes them, by name. Problems of a run share configs."""
-    return tuple(sorted((name, value_text(value)) for name, value in settings))
 
 
 def _counters(
@@ -526,10 +516,10 @@ def verdict(found: ConfigExplanation) -> list[str]:
         status = str(row["status"]).replace("_", " ")
         return [f"It has no rank, {status}: {first_line(row['detail']) or 'no reason given'}"]
     us = _cost(row)
-    ranked = sum(bool(r["rank"]) and not r["baseline"] for r in found.section.rows)
+    ranked = len(found.section.contenders)
     if found.won:
         baseline = faster_baseline(found.section)
-        tied = sum(r["tied"] and not r["baseline"] for r in found.section.rows)
+        tied = sum(r["tied"] for r in found.section.contenders)
         sentences = [
             f"It is the best of ours, {us}; {baseline}."
             if baseline
@@ -726,8 +716,14 @@ def _effect_lines(found: ConfigExplanation, width: int) -> list[Text]:
         Text(),
         *said(title, width, "bold"),
         *table(rows, "lrr", tails, width, styles=["bold"]),
-        *said(HOW, width, "dim"),
+        *_how(width),
     ]
+
+
+@lru_cache
+def _how(width: int) -> list[Text]:
+    """What the tables of all problems mean."""
+    return said(HOW, width, "dim")
 
 
 def _value(effect: Effect, each: Any) -> str:

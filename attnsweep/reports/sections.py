@@ -92,6 +92,11 @@ class Section:
         """The rows with a rank, best first."""
         return [row for row in self.rows if row["rank"]]
 
+    @functools.cached_property
+    def contenders(self) -> list[Row]:
+        """The candidates with a rank, best first."""
+        return [row for row in self.ranked if not row["baseline"]]
+
     @property
     def in_order(self) -> list[Row]:
         """The rows in the order of the run."""
@@ -99,8 +104,7 @@ class Section:
 
     def shown(self, top: int) -> list[Row]:
         """The table's rows: the best `top`, each family's best, baselines; those below it last."""
-        best = [row for row in self.ranked if not row["baseline"]][:top]
-        keep = {id(row) for row in (*best, *self.best_of_families)}
+        keep = {id(row) for row in (*self.contenders[:top], *self.best_of_families)}
         shown = [row for row in self.ranked if row["baseline"] or id(row) in keep]
         timed = [row for row in self.baselines if row["time_us"]]
         below = [row for row in timed if row["status"] == Status.NOISY or is_below(row)]
@@ -110,9 +114,8 @@ class Section:
     def best_of_families(self) -> list[Row]:
         """The first ranked candidate of each kernel family."""
         first: dict[str, Row] = {}
-        for row in self.candidates:
-            if row["rank"]:
-                first.setdefault(row["kernel"], row)
+        for row in self.contenders:
+            first.setdefault(row["kernel"], row)
         return list(first.values())
 
     @functools.cached_property
