@@ -48,9 +48,7 @@ def load_spec(path: str | Path, kernels: Mapping[str, Family] | None = None) -> 
 
 
 def plan(
-    spec: SweepSpec,
-    kernels: Mapping[str, Family] | None = None,
-    arch: Arch | str | None = None,
+    spec: SweepSpec, kernels: Mapping[str, Family] | None = None, arch: Arch | str | None = None
 ) -> tuple[PlannedProblem, ...]:
     """Each problem of a spec with its spaces: the candidates that the rules leave.
 

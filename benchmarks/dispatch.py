@@ -19,13 +19,16 @@ A choice that the sweep has not timed is counted as such, and in no other figure
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from setting import console, recorded_on
 
 from attnsweep import AttnsweepError
-from attnsweep.serve.evaluate import judged, summary
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
+from dispatch_judged import judged, summary
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

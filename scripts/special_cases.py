@@ -49,7 +49,7 @@ def _asks_for_backward(node: ast.AST) -> bool:
 
 
 def _asks_for_fp8(node: ast.AST) -> bool:
-    return _word(node) == "scaled" or bool(re.match("e4m3", _text(node) or "", re.IGNORECASE))
+    return bool(re.match("e4m3", _text(node) or "", re.IGNORECASE))
 
 
 def _asks_for_chunks(node: ast.AST) -> bool:

@@ -9,13 +9,16 @@ the other runs.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnsweep.serve import evaluate
-
 ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "tests" / "support"))
+
+import dispatch_judged  # noqa: E402
+
 CARD = "results/h100-80gb-hbm3"
 _BOTH = (
     *("flash_training", "flash_short", "batched", "flash_dims", "flash_long"),
@@ -352,8 +355,8 @@ def judged(results: Path = ROOT / "results", tuned: Mapping[str, Sequence[str]] 
             judge = place / on.partition(",")[0]
             if not all(run.is_dir() for run in (*runs, judge)):
                 continue
-            rows = [*evaluate.judged(runs, [judge])]
-            found = evaluate.summary(rows)
+            rows = [*dispatch_judged.judged(runs, [judge])]
+            found = dispatch_judged.summary(rows)
             cells = [
                 *(name, on, str(found["shapes"])),
                 *(f"{each:.1%}" for each in found["regret"].values()),

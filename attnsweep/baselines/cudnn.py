@@ -160,10 +160,7 @@ class _Graph:
         cudnn.set_stream(handle=self.handle, stream=stream)
         fp32 = cudnn.data_type.FLOAT
         self.graph = cudnn.pygraph(
-            handle=self.handle,
-            io_data_type=io,
-            intermediate_data_type=fp32,
-            compute_data_type=fp32,
+            handle=self.handle, io_data_type=io, intermediate_data_type=fp32, compute_data_type=fp32
         )
         self._own: dict[int, Any] = {}  # tensors of every call, by their uid
         # Where packed sequences begin in each tensor, and where the last one ends: in tokens.

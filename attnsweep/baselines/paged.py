@@ -16,14 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attnsweep.baselines.backend import Builder, Unavailable, Way
-from attnsweep.baselines.flash import (
-    FLASH_3,
-    changes,
-    has_wide_values,
-    installed,
-    loaded,
-    window,
-)
+from attnsweep.baselines.flash import FLASH_3, changes, has_wide_values, installed, loaded, window
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.hardware import arch_named
 from attnsweep.core.layouts import Paged

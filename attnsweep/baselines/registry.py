@@ -93,11 +93,7 @@ BACKENDS = {
         Backend("flex", {"forward": flex}, TORCH, **_MASKED, scores=KINDS, cannot=flex_cannot),
         Backend(
             "cudnn",
-            {
-                "forward": cudnn.forward,
-                "forward FP8": fp8.cudnn_fp8,
-                "backward": cudnn.gradients(),
-            },
+            {"forward": cudnn.forward, "forward FP8": fp8.cudnn_fp8, "backward": cudnn.gradients()},
             _CUDNN,
             (*_HALF, *_FP8),
             layouts=("dense", "padded", "packed"),
@@ -162,9 +158,7 @@ BACKENDS = {
             scores=KINDS,
         ),
         Backend(
-            *("torch_dense", {"forward": paged.dense}, TORCH),
-            layouts=("paged",),
-            value_in_key=True,
+            *("torch_dense", {"forward": paged.dense}, TORCH), layouts=("paged",), value_in_key=True
         ),
         Backend(
             *("torch_gathered", {"forward": paged.gathered}, TORCH),

@@ -158,7 +158,8 @@ class Row(Mapping[str, Any]):
             trial.recorded,
             trial.machine,
         )
-        self._facts = trial if self["winner"] else None
+        *_, won = place
+        self._facts = trial if won else None
 
     def __getitem__(self, name: str) -> Any:
         if (at := _AT.get(name)) is not None:

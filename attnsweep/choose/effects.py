@@ -17,7 +17,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, combinations
+from itertools import chain, combinations, count
 from operator import add, sub
 from typing import Any
 
@@ -87,9 +87,7 @@ def timed(trials: Iterable[Trial], kernel: str) -> list[Trial]:
 
 
 def effects(
-    trials: Sequence[Trial],
-    reference: Trial,
-    axes: Mapping[str, Sequence[str]] | None = None,
+    trials: Sequence[Trial], reference: Trial, axes: Mapping[str, Sequence[str]] | None = None
 ) -> list[Effect]:
     """The effect of each parameter, the largest share of variance first.
 
@@ -100,38 +98,38 @@ def effects(
     """
     rows = timed(trials, reference.kernel)
     us = [t.screened_us or math.nan for t in rows]
-    times = [(each, math.log(each / us[0])) for each in us]  # small: their squares lose no digits
+    configs = [t.config for t in rows]
     columns = {
-        name: _Setting([t.config.get(name) for t in rows])
-        for name in dict.fromkeys(chain.from_iterable(t.config for t in rows))
+        name: _Setting([config.get(name) for config in configs])
+        for name in dict.fromkeys(chain.from_iterable(configs))
     }
     varied = {name: column for name, column in columns.items() if column.varies}
-    digits = {name: column.digits for name, column in columns.items()}
     # All settings of a row as one number, since they are compared a million times.
-    weight, whole = 1, [0] * len(rows)
-    for column in varied.values():
-        column.digits = [digit * weight for digit in column.digits]
-        whole = [*map(add, whole, column.digits)]
+    weight, whole, parts = 1, [0] * len(rows), dict[str, list[int]]()
+    for name, column in varied.items():
+        parts[name] = [digit * weight for digit in column.digits]
+        whole = [*map(add, whole, parts[name])]
         weight *= len(column.values) + 1
     found: list[Effect] = []
     for name, value in reference.config.items():
         if name in varied:
-            others = [*map(sub, whole, varied[name].digits)]
-            found += _effect(varied[name], others, times, name, value)
+            others = [*map(sub, whole, parts[name])]
+            found += _effect(varied[name], others, us, name, value)
     for axis, names in (axes or {}).items():
         if axis in reference.variant and len(names) > 1:
             others = whole
             for name in names:
-                others = [*map(sub, others, varied[name].digits)] if name in varied else others
+                others = [*map(sub, others, parts[name])] if name in parts else others
             column = _Setting([t.variant.get(axis) for t in rows])
             if len(column.values) == len(rows):  # as an autotuner's own configs have
                 continue
-            of_axis = _effect(column, others, times, axis, reference.variant[axis], names)
+            of_axis = _effect(column, others, us, axis, reference.variant[axis], names)
             # A parameter that changes with its axis only has no pairs: the axis stands for it.
             told = set(names) if any(e.pairs for e in of_axis) else set()
             found = [e for e in found if e.pairs or e.name not in told] + of_axis
-            digits[axis] = column.digits
-    shares = _shares({e.name: digits[e.name] for e in found}, [log for _, log in times])
+            varied[axis] = column
+    logs = [math.log(each / us[0]) for each in us]  # small: their squares lose no digits
+    shares = _shares({e.name: varied[e.name].digits for e in found}, logs)
     found = [replace(e, share=shares[e.name]) for e in found]
     return sorted(found, key=lambda e: (-(e.share or 0.0), -(e.spread or 1.0), e.name))
 
@@ -143,12 +141,13 @@ class _Setting:
     """
 
     def __init__(self, values: Sequence[Value | None]) -> None:
-        self.values: dict[tuple[type, Value], int] = {}
-        known = self.values  # by type too: True is not 1
-        self.digits = [
-            0 if v is None else known.setdefault((v.__class__, v), len(known) + 1) for v in values
-        ]
-        self.varies = len({*self.digits}) > 1
+        typed = [*zip(map(type, values), values, strict=True)]  # True is not 1
+        distinct, none = dict.fromkeys(typed), (type(None), None)
+        self.varies = len(distinct) > 1
+        distinct.pop(none, None)
+        self.values = [value for _, value in distinct]
+        digit = dict(zip((none, *distinct), count()))
+        self.digits = [*map(digit.__getitem__, typed)]
 
 
 def axes_of(variants: object) -> dict[str, list[str]]:
@@ -176,27 +175,24 @@ def axes_of(variants: object) -> dict[str, list[str]]:
 def _effect(
     column: _Setting,
     others: Sequence[int],
-    times: Sequence[tuple[float, float]],
+    times: Sequence[float],
     name: str,
     reference: Value,
     sets: Sequence[str] = (),
 ) -> list[Effect]:
     """The effect of one setting, none if it has one value.
 
-    others: all other settings of each row, as one number. times: first times, and the
-    logarithms of their ratios to one of them.
+    others: all other settings of each row, as one number. times: first times.
     """
-    groups: dict[int, dict[int, float]] = defaultdict(dict)
-    logs: dict[int, list[float]] = defaultdict(list)
-    often = Counter(others)
-    for digit, rest, (us, log) in zip(column.digits, others, times, strict=True):
-        if digit:
-            logs[digit].append(log)
-            if often[rest] > 1:
-                groups[rest][digit] = us
-    if len(logs) < 2:
+    values = dict(enumerate(column.values, 1))
+    if len(values) < 2:
         return []
-    values = dict(zip(logs, (value for _, value in column.values), strict=True))
+    groups: dict[int, dict[int, float]] = defaultdict(dict)
+    often = Counter(others)
+    for digit, rest, us in zip(column.digits, others, times, strict=True):
+        if digit and often[rest] > 1:
+            groups[rest][digit] = us
+    sizes = Counter(column.digits)
     own = next((d for d, v in values.items() if v == reference and type(v) is type(reference)), 0)
     spreads: list[float] = []
     ratios: dict[int, list[float]] = defaultdict(list)
@@ -209,16 +205,16 @@ def _effect(
     shown = tuple(
         ValueEffect(
             values[digit],
-            len(logs[digit]),
+            sizes[digit],
             len(ratios[digit]),
             statistics.median(ratios[digit]) if ratios[digit] else None,
             sum(ratio < 1 for ratio in ratios[digit]),
         )
-        for digit in sorted(logs, key=lambda digit: in_order(values[digit]))
+        for digit in sorted(values, key=lambda digit: in_order(values[digit]))
     )
     spread = statistics.median(spreads) if spreads else None
-    count = sum(map(len, logs.values()))
-    return [Effect(name, reference, count, None, len(spreads), spread, shown, tuple(sets))]
+    known = len(others) - sizes[0]
+    return [Effect(name, reference, known, None, len(spreads), spread, shown, tuple(sets))]
 
 
 def _shares(columns: Mapping[str, Sequence[int]], logs: Sequence[float]) -> dict[str, float | None]:
@@ -230,39 +226,45 @@ def _shares(columns: Mapping[str, Sequence[int]], logs: Sequence[float]) -> dict
     left = np.array(logs)
     left -= left.mean()
     total = float(left @ left)
+    level = total <= 1e-12 * sum(log * log for log in logs)
     shares: dict[str, float | None] = {}
-    rest: dict[str, NDArray[np.intp]] = {}
+    rest: dict[str, _Groups] = {}
     for name, digits in columns.items():
-        settings = np.array(digits, np.intp)  # 0 where a row has none
-        sizes = np.bincount(settings)[1:]
-        known, groups = int(sizes.sum()), int((sizes > 0).sum())
-        if known <= groups or total <= 1e-12 * sum(log * log for log in logs):
+        groups = _Groups(digits)
+        if groups.known <= groups.number or level:
             shares[name] = None
         else:
-            rest[name] = settings
+            rest[name] = groups
     while rest:
-        found = {name: _between(settings, left) for name, settings in rest.items()}
+        found = {name: groups.explain(left) for name, groups in rest.items()}
         name = max(found, key=lambda name: found[name][0])
-        explained, level = found[name]
+        explained, means = found[name]
         shares[name] = max(0.0, min(1.0, explained / total))
         if explained > 0:
-            left -= level
+            left -= means[rest[name].settings]
         del rest[name]
     return shares
 
 
-def _between(settings: NDArray[np.intp], values: NDArray[np.float64]) -> tuple[float, Any]:
-    """The squares between groups beyond those of chance, and the mean of each row's group."""
-    sizes = np.bincount(settings)
-    sums = np.bincount(settings, values)
-    sums[0] = 0.0
-    means = sums / np.maximum(sizes, 1)
-    own = settings > 0
-    between = float(sums @ means) - float(values[own].sum()) ** 2 / max(1, int(own.sum()))
-    within = float(values[own] @ values[own]) - float(sums @ means)
-    groups, known = int((sizes[1:] > 0).sum()), int(own.sum())
-    chance = (groups - 1) * within / (known - groups)
-    return between - chance, means[settings]
+class _Groups:
+    """The rows in groups of one setting's equal values; those without a value are in none."""
+
+    def __init__(self, digits: Sequence[int]) -> None:
+        self.settings = np.array(digits, np.intp)  # 0 where a row has none
+        sizes = np.bincount(self.settings)
+        self.number, self.known = int((sizes[1:] > 0).sum()), int(sizes[1:].sum())
+        self._sizes = np.maximum(sizes, 1)
+        self._own: Any = slice(None) if self.known == len(digits) else self.settings > 0
+
+    def explain(self, values: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+        """The squares between groups beyond those of chance, and the mean of each group."""
+        sums = np.bincount(self.settings, values)
+        sums[0] = 0.0
+        means, own = sums / self._sizes, values[self._own]
+        squares = float(sums @ means)
+        between = squares - float(own.sum()) ** 2 / max(1, self.known)
+        within = float(own @ own) - squares
+        return between - (self.number - 1) * within / (self.known - self.number), means
 
 
 def percents(effects: Sequence[Effect]) -> list[int]:

@@ -8,7 +8,7 @@ rounds, would seem the best by its median alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from statistics import fmean, median
 from typing import Any
@@ -125,27 +125,24 @@ def _of_session(rows: Sequence[Trial]) -> dict[int, float]:
         return us
     raced = [trial for trial in rows if trial.race or rounds_of(trial)]
     names = {label_of_row(trial): trial for trial in raced}
-
-    def alone(trial: Trial) -> float:
-        """The row's median; without rounds its first time, by the usual ratio of the two."""
-        if rounds_of(trial):
-            return us[id(trial)]
-        first = _first_us(trial) * of_first, _first_cycles(trial) * of_cycles
-        return max(us[id(trial)], *first)
-
-    return {id(trial): _raced_us(trial, names, alone, frozenset()) for trial in rows}
+    for trial in rows:
+        if not rounds_of(trial):  # its first time, by the usual ratio of the two
+            first = _first_us(trial) * of_first, _first_cycles(trial) * of_cycles
+            us[id(trial)] = max(us[id(trial)], *first)
+    raced_us = {id(t): _raced_us(t, names, us, frozenset()) for t in rows if t.race}
+    return us | raced_us
 
 
 def _raced_us(
-    trial: Trial,
-    names: Mapping[str, Trial],
-    alone: Callable[[Trial], float],
-    seen: frozenset[int],
+    trial: Trial, names: Mapping[str, Trial], alone: Mapping[int, float], seen: frozenset[int]
 ) -> float:
-    """The time of a row by itself and, without rounds, by those that beat it in a race."""
+    """The time of a row by itself and, without rounds, by those that beat it in a race.
+
+    alone: the times of rows by themselves.
+    """
     # Not in the function above: a closure that calls itself keeps the rows of a problem forever
     # where collection pauses.
-    least = alone(trial)
+    least = alone[id(trial)]
     if rounds_of(trial):
         return least
     other = names.get(str(trial.race.get("against")))

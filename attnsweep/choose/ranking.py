@@ -11,18 +11,8 @@ from itertools import groupby
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from attnsweep.choose.baseline_ratio import (
-    below_ranking,
-    common_rounds,
-    fastest_baseline,
-)
-from attnsweep.choose.columns import (
-    COLUMNS,
-    WHOLE,
-    ProblemContext,
-    Row,
-    named,
-)
+from attnsweep.choose.baseline_ratio import below_ranking, common_rounds, fastest_baseline
+from attnsweep.choose.columns import COLUMNS, WHOLE, ProblemContext, Row, named
 from attnsweep.choose.pace import at_pace, last_round, rounds_of, session, time_kind
 from attnsweep.choose.stats import ratio_interval
 from attnsweep.core.problem import Problem

@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -300,9 +299,8 @@ def export_(
     if (written := format_of(out, format_)) == PACKAGE:
         refuse_idle(context, ("axis", "kernel", "force"), "for a package")
         with progress.watch(errors, form) as observer:
-            compiled = partial(observer.counting, "compile", "kernel")
-            known = discover(kernels)
-            done = export(runs, out, known, name=name, at_most=at_most, compiled=compiled)
+            how: dict[str, Any] = {"name": name, "at_most": at_most}
+            done = export(runs, out, discover(kernels), **how, compiled=observer.exporting)
     else:
         idle = ("name", "kernels", "form", *["axis"] * (written != "vllm"))
         refuse_idle(context, idle, f"with --format {written}")

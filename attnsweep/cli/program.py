@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -149,10 +148,7 @@ _FILES = "attnsweep-speedup.json"
 
 
 @command(GUARD)
-def exec_(
-    package: Annotated[str, typer.Argument()],
-    command: options.Command,
-) -> None:
+def exec_(package: Annotated[str, typer.Argument()], command: options.Command) -> None:
     """Run a PyTorch program unchanged, with a package in the place of PyTorch's attention.
 
     The package is enabled in every Python process that the command starts, right after PyTorch is
@@ -356,10 +352,8 @@ def _export(out: Path, spec: SweepSpec, form: ProgressForm, wait: bool) -> None:
     if done.interrupted or done.no_card:
         raise typer.Exit(done.exit_code)
     with progress.watch(errors, form) as observer:
-        compiled = partial(observer.counting, "compile", "kernel")
-        export(
-            [done.run.directory], out / "package", spec.families, name="tuned", compiled=compiled
-        )
+        runs, compiled = [done.run.directory], observer.exporting
+        export(runs, out / "package", spec.families, name="tuned", compiled=compiled)
     # Where Python writes no bytecode, each run would compile it: a program of 6.7 s took 7.5.
     compileall.compile_dir(out / "package", quiet=2)
 

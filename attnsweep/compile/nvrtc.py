@@ -90,8 +90,7 @@ def _nvrtc() -> Any:
         from cuda.bindings import nvrtc
     except ImportError as error:
         raise ToolchainError(
-            f"NVRTC's Python binding is missing ({error})",
-            hint=_install(),
+            f"NVRTC's Python binding is missing ({error})", hint=_install()
         ) from error
     return nvrtc
 
@@ -111,8 +110,7 @@ def nvrtc_version() -> tuple[int, int]:
         major, minor = _call(nvrtc.nvrtcVersion(), "asking its version")
     except RuntimeError as error:  # the binding is there, the library is not
         raise ToolchainError(
-            f"the NVRTC library cannot be loaded ({str(error).splitlines()[0]})",
-            hint=_install(),
+            f"the NVRTC library cannot be loaded ({str(error).splitlines()[0]})", hint=_install()
         ) from error
     return int(major), int(minor)
 

@@ -62,8 +62,8 @@ class Observer:
     def resting(self, *, done: bool) -> None:
         """One of several cards has no problem left. done: it is over, and not lost."""
 
-    def counting(self, what: str, noun: str, done: int, total: int) -> None:
-        """`done` of `total` are done, where there are neither problems nor times."""
+    def exporting(self, done: int, total: int) -> None:
+        """`done` of the `total` kernels of a package are compiled."""
 
     def note(self, text: str) -> None:
         """A text that is worth a line."""

@@ -357,11 +357,6 @@ class Problem:
         return FORMATS[self.dtype]
 
     @property
-    def scaled(self) -> bool:
-        """Whether q, k and v have scales."""
-        return len(self.scales) > 0
-
-    @property
     def out_dtype(self) -> str:
         """Type of o: bf16 if q, k and v are FP8, otherwise theirs."""
         return self.format.out

@@ -44,11 +44,7 @@ def lock_dir() -> Path:
 
 @contextmanager
 def held(
-    uuid: str | None,
-    name: str,
-    *,
-    wait: bool = False,
-    say: Callable[[str], object] = str,
+    uuid: str | None, name: str, *, wait: bool = False, say: Callable[[str], object] = str
 ) -> Iterator[None]:
     """Hold the lock of a card; within a process it may be held several times.
 

@@ -297,12 +297,7 @@ class Family:
         where, all_of_them = _caller(), tuple(param.name for param in self.params)
         own = all_of_them if params is None else params
         fault = validate.of_stage(
-            name,
-            own,
-            constants,
-            declared=all_of_them,
-            known=PROBLEM_CONSTANTS,
-            taken=self.stages,
+            name, own, constants, declared=all_of_them, known=PROBLEM_CONSTANTS, taken=self.stages
         )
         self._refuse(fault, where)
         self._undecorated[where] = f"stage({name!r})"

@@ -101,11 +101,7 @@ class Space:
 
     @classmethod
     def build(
-        cls,
-        kernel: Family,
-        problem: Problem,
-        arch: Arch,
-        selection: Selection | None = None,
+        cls, kernel: Family, problem: Problem, arch: Arch, selection: Selection | None = None
     ) -> Space:
         """Every combination of selected values that all rules keep, each config once."""
         selection = selection or Selection()

@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from attnsweep.core.errors import SpecError, StoreError, reason
 from attnsweep.regress.verdicts import other_machine
-from attnsweep.reports.text import sections_of
+from attnsweep.reports.sections import sections_of
 from attnsweep.specs.load import load_spec
 from attnsweep.store.code import read_code
 from attnsweep.store.outputs import others_in

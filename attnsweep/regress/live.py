@@ -43,7 +43,7 @@ from attnsweep.regress.ab_test import RECORD, AbTestResult, Ended, Series, said
 from attnsweep.regress.budget import Budget
 from attnsweep.regress.sequential_test import FEWEST
 from attnsweep.regress.verdicts import Comparison, Finding, Verdict, differences, other_card
-from attnsweep.reports.text import sections_of
+from attnsweep.reports.sections import sections_of
 from attnsweep.specs.load import SweepSpec
 from attnsweep.specs.plan import arch_of, input_seed
 from attnsweep.store.code import read_code, read_files, same_code
@@ -236,10 +236,7 @@ def _kept(baseline: Run, winner: Trial, compiler: Compiler) -> LaunchPlan | Buil
 
 
 def _today(
-    winner: Trial,
-    kernels: Mapping[str, Family],
-    compiler: Compiler,
-    limit: int | None,
+    winner: Trial, kernels: Mapping[str, Family], compiler: Compiler, limit: int | None
 ) -> Build:
     """The build of the winner's config from today's kernel. Raises Ended if that is impossible."""
     kernel = kernels.get(winner.kernel)

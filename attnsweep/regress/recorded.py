@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from attnsweep.choose.baseline_ratio import common_rounds
+from attnsweep.choose.columns import Row
 from attnsweep.choose.stats import ratio_interval
 from attnsweep.core.trial import Status
 from attnsweep.regress.verdicts import (
@@ -30,7 +31,7 @@ from attnsweep.regress.verdicts import (
     other_machine,
     other_protocol,
 )
-from attnsweep.reports.text import Row, Section, sections_of
+from attnsweep.reports.sections import Section, sections_of
 from attnsweep.store.run import Run
 
 CAN = (

@@ -405,11 +405,7 @@ def _plain(row: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 ACTIONS_VARIABLE = "GITHUB_ACTIONS"
 SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
-_KINDS = {
-    Verdict.WRONG: "error",
-    Verdict.REGRESSION: "error",
-    Verdict.INCONCLUSIVE: "warning",
-}
+_KINDS = {Verdict.WRONG: "error", Verdict.REGRESSION: "error", Verdict.INCONCLUSIVE: "warning"}
 
 
 def commands(compared: Comparison) -> list[str]:

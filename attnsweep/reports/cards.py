@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attnsweep.reports.text import Section, figure
+from attnsweep.reports.sections import Section
+from attnsweep.reports.text import figure
 
 NONE = "–"
 ALIGN = "lrlrl"

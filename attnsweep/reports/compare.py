@@ -14,13 +14,14 @@ from typing import Any
 from rich.text import Text
 
 from attnsweep.choose.baseline_ratio import Base
-from attnsweep.choose.columns import named
+from attnsweep.choose.columns import Row, named
 from attnsweep.core.errors import SpecError
 from attnsweep.core.trial import Environment
 from attnsweep.family.discover import rows_of_today
 from attnsweep.family.family import Family
+from attnsweep.reports.sections import Section, Sections, baselines_of
 from attnsweep.reports.terminal import aligned, counted, wrap
-from attnsweep.reports.text import Row, Section, Sections, baselines_of, figure
+from attnsweep.reports.text import figure
 from attnsweep.store.rows import changed
 from attnsweep.store.run import Run
 

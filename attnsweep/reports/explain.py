@@ -12,27 +12,24 @@ from typing import Any
 
 from rich.text import Text
 
-from attnsweep.choose.columns import chosen_by, named, value_text
+from attnsweep.choose.columns import Row, chosen_by, named, value_text
 from attnsweep.choose.effects import Effect, axes_of, effects, in_order, percents, timed
 from attnsweep.core.errors import AttnsweepError, ProblemError, SpecError
 from attnsweep.core.hardware import arch_on
 from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import Status, Trial
 from attnsweep.family.family import SMS, Family, values_in
+from attnsweep.reports.sections import Section, kernels_of, sections_of
 from attnsweep.reports.terminal import GLUE
 from attnsweep.reports.text import (
-    Row,
-    Section,
     all_recorded,
     faster_baseline,
     figure,
     first_line,
     heading,
     judged_line,
-    kernels_of,
     place_of,
     recorded_lines,
-    sections_of,
     who,
 )
 from attnsweep.reports.views import counters, said, table
@@ -149,10 +146,7 @@ def _json_row(row: Row | None) -> dict[str, Any]:
 
 
 def explain(
-    run: Run,
-    given: Sequence[str],
-    problem: str | None,
-    kernels: Mapping[str, Family],
+    run: Run, given: Sequence[str], problem: str | None, kernels: Mapping[str, Family]
 ) -> Iterator[ConfigExplanation]:
     """An explanation for each problem of the run, or only for `problem`, as it is asked for.
 
@@ -312,13 +306,12 @@ def _explain(
     else:
         family, config = row["kernel"], row.facts.config
     own, values = kernels.get(family), _spec_values(spec, family, section)
-    calls = (r.facts.call for r in section.candidates if r["kernel"] == family)
-    call = next((each["function"] for each in calls if each), None)
+    mine = [r for r in section.candidates if r["kernel"] == family]
+    trials = [r.facts for r in mine]
+    call = next((trial.call["function"] for trial in trials if trial.call), None)
     unknown, removes = _rules(own, section, config, call)
     modes = [mode.name for mode in own.modes] if own is not None else []
     rule = removes(config) if row is None else None
-    mine = [r for r in section.candidates if r["kernel"] == family]
-    trials = [r.facts for r in mine]
     best = next((r for r in mine if r["rank"]), None)
     axes = axes_of((spec.get(family) or {}).get("variants"))
     facts = next((facts for facts in section.spaces if facts.get("kernel") == family), {})
@@ -330,7 +323,7 @@ def _explain(
         row,
         rule,
         tuple(_beside(section, row)),
-        tuple(_neighbours(mine, row, config, values, removes, modes)),
+        tuple(_neighbours(mine, trials, row, config, values, removes, modes)),
         {n: c for n, c in removed.items() if c} if isinstance(removed, Mapping) else {},
         tuple(effects(trials, best.facts, axes)) if best is not None else (),
         len(timed(trials, family)),
@@ -402,7 +395,7 @@ def _beside(section: Section, row: Row | None) -> list[tuple[str, Row]]:
     add("winner", section.winner)
     add("baseline" if section.lost else "fastest baseline", section.best_baseline)
     add("bound", section.plain_read)
-    ranked = [r for r in section.candidates if r["rank"]]
+    ranked = section.contenders
     at = next((i for i, r in enumerate(ranked) if r is row), None)
     for other in [] if at is None else ranked[at + 1 : at + 1 + NEXT]:
         add("next", other)
@@ -414,6 +407,7 @@ def _beside(section: Section, row: Row | None) -> list[tuple[str, Row]]:
 
 def _neighbours(
     rows: Sequence[Row],
+    trials: Sequence[Trial],
     row: Row | None,
     config: Mapping[str, Value],
     named_values: Mapping[str, Sequence[Value]],
@@ -422,22 +416,22 @@ def _neighbours(
 ) -> list[Neighbour]:
     """Every config one parameter away, of the values that the run or its spec has.
 
-    modes: parameters that no rule of the family reads.
+    trials: of the rows. modes: parameters that no rule of the family reads.
     """
-    configs = [row.facts.config for row in rows]
-    by_config = {_frozen(each): row for each, row in zip(configs, rows, strict=True)}
+    configs = [trial.config for trial in trials]
+    by_config = {frozenset(c.items()): row for c, row in zip(configs, rows, strict=True)}
     own = row.facts.screened_us if row is not None else None
     out = []
     for name, mine in config.items():
         seen = {value_text(v): v for v in named_values.get(name, ())}
-        values = (each[name] for each in configs if each.get(name) is not None)
-        for value in dict.fromkeys(values):
-            seen.setdefault(value_text(value), value)
+        for value in dict.fromkeys([each.get(name) for each in configs]):
+            if value is not None:
+                seen.setdefault(value_text(value), value)
         for text, value in sorted(seen.items(), key=lambda item: in_order(item[1])):
             if text == value_text(mine):
                 continue
             near = {**config, name: value}
-            there = by_config.get(_frozen(near))
+            there = by_config.get(frozenset(near.items()))
             if there is not None:
                 us = there.facts.screened_us if there["rank"] else None
                 why = None if there["rank"] else first_line(there["detail"])
@@ -448,16 +442,6 @@ def _neighbours(
             fate = "removed" if rule else "not tried"
             out.append(Neighbour(name, value, None, None, fate, ": ".join(rule) if rule else None))
     return out
-
-
-def _frozen(config: Mapping[str, Value]) -> tuple[tuple[str, str], ...]:
-    return _in_order(tuple(config.items()))
-
-
-@lru_cache(maxsize=2**14)
-def _in_order(settings: tuple[tuple[str, Value], ...]) -> tuple[tuple[str, str], ...]:
-    """The settings as -D writes them, by name. Problems of a run share configs."""
-    return tuple(sorted((name, value_text(value)) for name, value in settings))
 
 
 def _counters(
@@ -535,10 +519,10 @@ def verdict(found: ConfigExplanation) -> list[str]:
         status = str(row["status"]).replace("_", " ")
         return [f"It has no rank, {status}: {first_line(row['detail']) or 'no reason given'}"]
     us = _cost(row)
-    ranked = sum(bool(r["rank"]) and not r["baseline"] for r in found.section.rows)
+    ranked = len(found.section.contenders)
     if found.won:
         baseline = faster_baseline(found.section)
-        tied = sum(r["tied"] and not r["baseline"] for r in found.section.rows)
+        tied = sum(r["tied"] for r in found.section.contenders)
         sentences = [
             f"It is the best of ours, {us}; {baseline}."
             if baseline
@@ -735,8 +719,14 @@ def _effect_lines(found: ConfigExplanation, width: int) -> list[Text]:
         Text(),
         *said(title, width, "bold"),
         *table(rows, "lrr", tails, width, styles=["bold"]),
-        *said(HOW, width, "dim"),
+        *_how(width),
     ]
+
+
+@lru_cache
+def _how(width: int) -> list[Text]:
+    """What the tables of all problems mean."""
+    return said(HOW, width, "dim")
 
 
 def _value(effect: Effect, each: Any) -> str:

@@ -12,8 +12,9 @@ from attnsweep.choose.baseline_ratio import fastest_round
 from attnsweep.core.errors import ProblemError
 from attnsweep.core.problem import FACTS, Problem
 from attnsweep.core.trial import Status
+from attnsweep.reports.sections import Section
 from attnsweep.reports.terminal import GLUE
-from attnsweep.reports.text import Section, figure, who
+from attnsweep.reports.text import figure, who
 from attnsweep.specs.yaml_file import recorded
 
 NONE = "–"

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep import __version__
-from attnsweep.choose.columns import light_text, named, value_text
+from attnsweep.choose.columns import Row, light_text, named, value_text
 from attnsweep.choose.effects import axes_of, effects, percents
 from attnsweep.compile.nvrtc import default_cache_dir
 from attnsweep.core.errors import ToolchainError
@@ -30,9 +30,10 @@ from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import OURS, Status, Trial
 from attnsweep.reports import gains
 from attnsweep.reports import text as texts
+from attnsweep.reports.sections import Section, kernels_of, sections_of
 from attnsweep.reports.tables import config_changes, legend_of, table
 from attnsweep.reports.terminal import GLUE
-from attnsweep.reports.text import Row, Section, figure, ratio_text, who
+from attnsweep.reports.text import figure, ratio_text, who
 from attnsweep.store.outputs import check_output, write_output
 from attnsweep.store.run import Run
 
@@ -48,13 +49,7 @@ _BEFORE = 4
 _MAX_REASONS = 40
 
 
-def write(
-    run: Run,
-    path: Path,
-    *,
-    top: int = 10,
-    target_us: float | None = None,
-) -> int:
+def write(run: Run, path: Path, *, top: int = 10, target_us: float | None = None) -> int:
     """Write the page of `run` to `path`, in one step, and return its size in bytes.
 
     top: candidates per ranked table, fewer if there are many problems. target_us: reference time
@@ -122,7 +117,7 @@ def _library() -> str:
 def render(run: Run, *, top: int = 10, target_us: float | None = None) -> str:
     """The page's text; the same run gives the same text."""
     jinja2 = _jinja()
-    sections = texts.sections_of(run)
+    sections = sections_of(run)
     per_problem = max(1, min(top, _MAX_ROWS // max(1, len(sections)) - 8))
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(ASSETS),
@@ -133,7 +128,7 @@ def render(run: Run, *, top: int = 10, target_us: float | None = None) -> str:
     )
     one = templates.get_template("problem.html")
     # The families of the ladder in the spec's order, then others as they appear.
-    families = dict.fromkeys(texts.kernels_of(run.spec_text), False)
+    families = dict.fromkeys(kernels_of(run.spec_text), False)
     problems: list[dict[str, Any]] = []
 
     def each() -> Iterator[Section]:
@@ -423,7 +418,7 @@ def data_of(sections: Iterable[Section], spec_text: str | None = None) -> dict[s
     [problem, kernel, status, µs or null, index of its reason or null, [value of each parameter]];
     the first three are indices too. Sections are taken once, one after another.
     """
-    families = texts.kernels_of(spec_text)
+    families = kernels_of(spec_text)
     kernels: dict[str, dict[str, None]] = {}
     last: dict[str, tuple[str, ...]] = {}
     statuses: dict[str, int] = {}

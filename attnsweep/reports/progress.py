@@ -265,8 +265,8 @@ class _Bars(_Watched):
         self.progress.update(self._bar, completed=done, total=total, said=self.summary)
         self.progress.update(self._bar, description=" ".join(filter(None, said)), visible=True)
 
-    def counting(self, what: str, noun: str, done: int, total: int) -> None:  # noqa: ARG002
-        self.progress.update(self._whole, description=what, completed=done, total=total)
+    def exporting(self, done: int, total: int) -> None:
+        self.progress.update(self._whole, description="compile", completed=done, total=total)
 
     def resting(self, *, done: bool) -> None:
         super().resting(done=done)
@@ -293,12 +293,12 @@ class _PlainLines(_Watched):
         of = f": {counted(candidates, 'candidate')}{resumed}" if candidates else ""
         self.console.print(f"{self._before}{problem.label}{of}", soft_wrap=True)
 
-    def counting(self, what: str, noun: str, done: int, total: int) -> None:
+    def exporting(self, done: int, total: int) -> None:
         now = time.monotonic()
         if done == 0 or now - self._last >= PLAIN_INTERVAL_S:
             self._last = now
             of = f"{done} of " if done else ""
-            self.console.print(f"{what} {of}{counted(total, noun)}", soft_wrap=True)
+            self.console.print(f"compile {of}{counted(total, 'kernel')}", soft_wrap=True)
 
     def show(self, phase: str, done: int, total: int, baseline: str = "") -> None:
         if time.monotonic() - self._last < PLAIN_INTERVAL_S:
@@ -365,11 +365,11 @@ class _JsonLines(_Watched):
     def note(self, text: str) -> None:
         self.write("note", text=text)
 
-    def counting(self, what: str, noun: str, done: int, total: int) -> None:  # noqa: ARG002
+    def exporting(self, done: int, total: int) -> None:
         now = time.monotonic()
         if done in (0, total) or now - self._last >= JSON_INTERVAL_S:
             self._last = now
-            self.write("progress", phase=what, done=done, total=total)
+            self.write("progress", phase="compile", done=done, total=total)
 
     def show(self, phase: str, done: int, total: int, baseline: str = "") -> None:
         """One line a second, and one for each baseline, which may take long, and where a phase

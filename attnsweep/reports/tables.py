@@ -15,13 +15,14 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from attnsweep.choose.columns import named, value_text
+from attnsweep.choose.columns import Row, named, value_text
 from attnsweep.choose.ranking import frame
 from attnsweep.core.trial import Environment, Trial
 from attnsweep.reports import cards, gains
 from attnsweep.reports import text as texts
+from attnsweep.reports.sections import Section, Sections, sections_of
 from attnsweep.reports.terminal import GLUE, aligned, counted, cut, wrap
-from attnsweep.reports.text import Row, Section, heading, sections_of, who
+from attnsweep.reports.text import heading, who
 from attnsweep.store.run import Run
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def _of_gains(found: dict[str, Any], width: int) -> list[Line]:
 
 def ranked_rows(trials: Sequence[Trial], environment: Environment) -> list[dict[str, Any]]:
     """One problem's three best rows and its baselines as plain data."""
-    (section,) = texts.Sections(trials, environment)
+    (section,) = Sections(trials, environment)
     return [_json_row(row) for row in section.shown(3)]
 
 
@@ -583,7 +584,7 @@ def _brief_rows(
 
 def first_rows(trials: Sequence[Trial], environment: Environment, width: int) -> list[Line]:
     """The table of one problem's best rows and its baselines; nothing if none is ranked."""
-    (section,) = texts.Sections(trials, environment)
+    (section,) = Sections(trials, environment)
     shown = section.shown(TOP)
     return list(_brief_rows(section, shown, width, marked=True)) if shown else []
 

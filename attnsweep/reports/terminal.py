@@ -77,12 +77,12 @@ def aligned(
         widths[column] = max(min(6, widths[column]), widths[column] - max(0, excess))
     out = []
     for line in lines:
-        cells = [cut(cell, size) for cell, size in zip(line, widths, strict=True)]
-        padded = [
-            " " * (size - cell_len(cell)) + cell if side == "r" else set_cell_size(cell, size)
-            for cell, size, side in zip(cells, widths, align, strict=True)
-        ]
-        out.append("  ".join(padded).rstrip())
+        cells = []
+        for cell, size, side in zip(line, widths, align, strict=True):
+            left = size - cell_len(cell)
+            cell = cut(cell, size) if left < 0 else cell
+            cells.append(" " * left + cell if side == "r" else cell + " " * left)
+        out.append("  ".join(cells).rstrip())
     return out
 
 
@@ -98,9 +98,15 @@ def cut(text: str, width: int) -> str:
 
 def wrap(text: str, width: int) -> list[str]:
     """Lines of at most `width`, broken between words, never at GLUE; all but the first indented."""
-    lines = textwrap.wrap(
-        text, width, subsequent_indent="    ", break_on_hyphens=False, replace_whitespace=False
-    )
+    return broken(text, width, subsequent_indent="    ", replace_whitespace=False)
+
+
+def broken(text: str, width: int, **how: Any) -> list[str]:
+    """Lines of at most `width`, broken between words, never at GLUE. how: more for textwrap."""
+    plain = text.replace(GLUE, " ")
+    if 0 < len(plain) <= width and plain.isprintable() and plain[-1] != " ":
+        return [plain]  # as most are: textwrap takes 20 us
+    lines = textwrap.wrap(text, width, break_on_hyphens=False, **how)
     return [line.replace(GLUE, " ") for line in lines]
 
 

@@ -1,218 +1,28 @@
-"""One problem of a run: its ranked rows, and the sentences and numbers that describe them.
+"""The sentences and numbers that describe a problem of a run.
 
 The terminal and the Markdown report use the same sentences; only their tables differ.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import re
-import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, overload
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from attnsweep.choose.baseline_ratio import below_ranking, common_rounds, fastest_round
-from attnsweep.choose.columns import Row as Row
-from attnsweep.choose.columns import bounds_of, frontier, light_text, named
-from attnsweep.choose.ranking import members_of, rank_problem
+from attnsweep.choose.baseline_ratio import below_ranking, fastest_round
+from attnsweep.choose.columns import Row, frontier, light_text, named
 from attnsweep.core.errors import errors_of
 from attnsweep.core.long_problems import shorter_of
-from attnsweep.core.problem import Problem
-from attnsweep.core.trial import OURS, Accuracy, Environment, Status, Trial
+from attnsweep.core.trial import OURS, Accuracy, Status
+from attnsweep.reports.sections import Section, is_below
 from attnsweep.reports.terminal import GLUE
 from attnsweep.specs.model import PLAIN_READ, in_other_format
-from attnsweep.specs.yaml_file import recorded
-from attnsweep.store.run import Run
 
 # Each reason takes one line; a problem lists at most this many.
 MAX_REASONS = 6
 FAILED = ("damaged", "noisy", "wrong", "launch_error", "timeout", "compile_error")
-
-
-@dataclass(frozen=True)
-class Section:
-    """One problem's part of the ranking; None stands for an unknown value."""
-
-    problem: Problem
-    rows: list[Row]
-    environment: Environment | None
-    spaces: Sequence[Mapping[str, Any]] = ()
-    """Facts of the families' candidates, tried or not: the entries of its Run."""
-    asked: Sequence[str] = ()
-    """Baselines that the spec of its Run names."""
-
-    @functools.cached_property
-    def winner(self) -> Row | None:
-        """The candidate that the fixed rule picks, or None."""
-        return next((row for row in self.rows if row["winner"]), None)
-
-    @functools.cached_property
-    def best_baseline(self) -> Row | None:
-        """The fastest baseline known, which × base compares with, or None. It may be noisy."""
-        name = self.rows[0]["best_baseline"]
-        return next((row for row in self.baselines if row["provider"] == name), None)
-
-    @functools.cached_property
-    def lost(self) -> str | None:
-        """Which baselines of the spec have no row, or one that is damaged; None if none has.
-
-        Each but a bound may have been the fastest: next to the others a gain of 1.12 stood as 1.24.
-        """
-        sound = {row["provider"] for row in self.baselines if row["status"] != Status.DAMAGED}
-        names = [name for name in self.asked if name not in {*sound, PLAIN_READ}]
-        if not names:
-            return None
-        some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        have = "has no sound row" if len(names) == 1 else "have no sound rows"
-        return f"{some} {have}, so the fastest baseline is not known"
-
-    @functools.cached_property
-    def plain_read(self) -> Row | None:
-        """The row of a kernel that only reads K and V, if it was timed."""
-        found = (row for row in self.baselines if row["provider"] == PLAIN_READ)
-        return next(filter(is_below, found), None)
-
-    @property
-    def share_of_read(self) -> float | None:
-        """The time of a plain read of the cache over the winner's, if both were timed alike."""
-        read, own = self.plain_read, self.winner
-        if read is None or own is None or read["timed_as"] != own["timed_as"]:
-            return None
-        theirs, ours = common_rounds(read.facts, own.facts)
-        ratios = [a / b for a, b in zip(theirs, ours, strict=True)]
-        return statistics.median(ratios) if ratios else float(read["time_us"] / own["time_us"])
-
-    @property
-    def bounds_us(self) -> dict[str, float]:
-        """Unit to its bound; empty if the rows come from another GPU than the environment's."""
-        return bounds_of(self.rows[0].facts, self.environment)
-
-    @functools.cached_property
-    def candidates(self) -> list[Row]:
-        """The rows of candidates."""
-        return [row for row in self.rows if not row["baseline"]]
-
-    @functools.cached_property
-    def baselines(self) -> list[Row]:
-        """The rows of baselines."""
-        return [row for row in self.rows if row["baseline"]]
-
-    @functools.cached_property
-    def ranked(self) -> list[Row]:
-        """The rows with a rank, best first."""
-        return [row for row in self.rows if row["rank"]]
-
-    @property
-    def in_order(self) -> list[Row]:
-        """The rows in the order of the run."""
-        return sorted(self.rows, key=lambda row: row.number)
-
-    def shown(self, top: int) -> list[Row]:
-        """The table's rows: the best `top`, each family's best, baselines; those below it last."""
-        best = [row for row in self.ranked if not row["baseline"]][:top]
-        keep = {id(row) for row in (*best, *self.best_of_families)}
-        shown = [row for row in self.ranked if row["baseline"] or id(row) in keep]
-        timed = [row for row in self.baselines if row["time_us"]]
-        below = [row for row in timed if row["status"] == Status.NOISY or is_below(row)]
-        return shown + below if shown else []
-
-    @functools.cached_property
-    def best_of_families(self) -> list[Row]:
-        """The first ranked candidate of each kernel family."""
-        first: dict[str, Row] = {}
-        for row in self.candidates:
-            if row["rank"]:
-                first.setdefault(row["kernel"], row)
-        return list(first.values())
-
-    @functools.cached_property
-    def differing(self) -> dict[str, list[str]]:
-        """Family to the parameters in which its candidates differ, shown or not."""
-        configs: dict[str, list[Mapping[str, Any]]] = {}
-        for row in self.candidates:
-            configs.setdefault(row["kernel"], []).append(row.facts.config)
-        varied: dict[str, list[str]] = {}
-        for kernel, those in configs.items():
-            names = dict.fromkeys(name for config in those for name in config)
-            values = {name: {str(c[name]) for c in those if name in c} for name in names}
-            varied[kernel] = [name for name in names if len(values[name]) > 1]
-        return varied
-
-
-class Sections(Sequence[Section]):
-    """The problems of some rows, in order of first appearance. Each is ranked when it is asked for.
-
-    So a large run's rows, which are read when they are asked for, need not be read twice.
-    """
-
-    def __init__(
-        self,
-        trials: Sequence[Trial],
-        environment: Environment | None,
-        spaces: Sequence[Mapping[str, Any]] = (),
-        *,
-        distinct: bool = False,
-        asked: Sequence[str] = (),
-    ) -> None:
-        """spaces: those of their Run. distinct: see `ranked`. asked: the baselines of its spec."""
-        self._members = members_of(trials, distinct=distinct)
-        self._problems, self._made = [*self._members], dict[Problem, Section]()
-        self._environment, self._asked = environment, asked
-        self._spaces: dict[object, list[Mapping[str, Any]]] = {}
-        for facts in spaces:
-            self._spaces.setdefault(facts.get("problem"), []).append(facts)
-
-    def of(self, problem: Problem) -> Section | None:
-        """The section of a problem; None if no row is of it."""
-        if problem in self._made or problem not in self._members:
-            return self._made.get(problem)
-        rows = rank_problem(problem, self._members[problem], self._environment)
-        spaces = self._spaces.get(problem.label, ())
-        section = Section(problem, rows, self._environment, spaces, self._asked)
-        return self._made.setdefault(problem, section)
-
-    def __len__(self) -> int:
-        return len(self._problems)
-
-    @overload
-    def __getitem__(self, number: int) -> Section: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Section]: ...
-    def __getitem__(self, number: int | slice) -> Section | list[Section]:
-        if isinstance(number, slice):
-            return [self[each] for each in range(len(self))[number]]
-        section = self.of(self._problems[number])
-        assert section is not None
-        return section
-
-
-def sections_of(run: Run) -> Sections:
-    """The ranked problems of a run."""
-    asked = baselines_of(run.spec_text)
-    return Sections(run.trials, run.environment, run.spaces, distinct=True, asked=asked)
-
-
-def baselines_of(spec_text: str | None) -> tuple[str, ...]:
-    """The baselines that a run's resolved spec names; none if it cannot be read."""
-    # The whole of a large spec takes 0.2 s to read.
-    found = re.search(r"^baselines:.*(?:\n[ -].*)*", spec_text or "", re.MULTILINE)
-    named = recorded(found[0]).get("baselines") if found else ()
-    return tuple(map(str, named)) if isinstance(named, list) else ()
-
-
-def kernels_of(spec_text: str | None) -> dict[str, Any]:
-    """The families of a run's resolved spec with what it says of each; empty if unreadable."""
-    kernels = recorded(spec_text).get("kernels")
-    named = kernels.items() if isinstance(kernels, dict) else ()
-    return {str(name): of if isinstance(of, dict) else {} for name, of in named}
-
-
-def is_below(row: Row) -> bool:
-    """Whether a timed baseline is listed below the ranking: see baseline_ratio.below_ranking."""
-    return row["status"] == Status.OK and not row["rank"]
 
 
 def marks(row: Row) -> list[str]:
@@ -266,13 +76,13 @@ def place_of(row: Row) -> str:
 
 def heading(section: Section) -> list[str]:
     """The label, then where, with what and when it was measured or recorded."""
-    where, sources = section.environment, origins(section)
+    where = section.environment
     label = section.problem.label
     if all(row["status"] == Status.NO_RECORD for row in section.rows):
         return [label, "the recording has no row of this problem"]
     if all_recorded(section):
         driver = [f"driver {where.driver}"] if where else []
-        return [label, f"recorded on {' and '.join(sources)}", *driver]
+        return [label, f"recorded on {' and '.join(origins(section))}", *driver]
     if where is None:
         return [label, "no usable environment.json: GPU and date unknown"]
     return [label, f"measured on {where.gpu}", f"driver {where.driver}", where.date[:10]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -17,7 +16,7 @@ from attnsweep.core.errors import errors_of
 from attnsweep.core.hardware import Arch
 from attnsweep.core.trial import Status, Trial
 from attnsweep.family.family import BLOCK_LIMITS, Family, Param
-from attnsweep.reports.terminal import GLUE, aligned, counted, wrap
+from attnsweep.reports.terminal import GLUE, aligned, broken, counted, wrap
 from attnsweep.specs.plan import PlannedProblem
 
 # -- layout ---------------------------------------------------------------------------------
@@ -39,8 +38,7 @@ def _columns(
 
     def lines() -> list[str]:
         picked = [[row[column] for column in kept] for row in rows]
-        sizes = [max(cell_len(row[i]) for row in picked) for i in range(len(kept))]
-        return aligned(picked, "".join(align[i] for i in kept), sum(sizes) + 2 * len(sizes))
+        return aligned(picked, "".join(align[i] for i in kept), width)
 
     for column in drop:
         if max(map(cell_len, lines())) <= width:
@@ -60,9 +58,11 @@ def with_tails(lines: Sequence[str], tails: Sequence[str], width: int) -> list[l
     for line, tail in zip(lines, tails, strict=True):
         indent = column if beside else 4
         room = max(8, width - indent)
-        words = [w if cell_len(w) <= room else w.replace(GLUE, " ") for w in tail.split(" ")]
-        parts = textwrap.wrap(" ".join(words), room, break_long_words=False, break_on_hyphens=False)
-        padded = [" " * indent + part.replace(GLUE, " ") for part in parts]
+        if cell_len(tail) > room:
+            words = tail.split(" ")
+            tail = " ".join(w if cell_len(w) <= room else w.replace(GLUE, " ") for w in words)
+        parts = broken(tail, room, break_long_words=False)
+        padded = [" " * indent + part for part in parts]
         if beside and padded:
             line, padded = line.ljust(column) + padded[0][column:], padded[1:]
         out.append([line, *padded])
@@ -299,10 +299,7 @@ def _range(values: Sequence[float], form: str = "{:.0f}") -> str:
 
 
 def _grouped(
-    problems: Sequence[str],
-    blocks: Sequence[Sequence[str]],
-    width: int,
-    styles: Sequence[str] = (),
+    problems: Sequence[str], blocks: Sequence[Sequence[str]], width: int, styles: Sequence[str] = ()
 ) -> list[Text]:
     """The blocks of lines under a heading per problem; the first block is the header."""
     header, *body = blocks

@@ -34,7 +34,7 @@ from attnsweep.core.hardware import Arch, arch_named, arch_on
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Environment, Status, Trial
 from attnsweep.family.family import Config, Family
-from attnsweep.reports.text import Section
+from attnsweep.reports.sections import Section
 from attnsweep.serve.export_code import (
     CODE,
     FAMILY,
@@ -457,11 +457,7 @@ def chosen_of(
 
 
 def _rivals(
-    winner: Chosen,
-    timed: Collection[Trial],
-    baseline: Trial | None,
-    slower: float,
-    family: Family,
+    winner: Chosen, timed: Collection[Trial], baseline: Trial | None, slower: float, family: Family
 ) -> list[Chosen]:
     """The candidates that are known to take at most `slower` longer than the winner.
 

@@ -27,7 +27,7 @@ Families = Mapping[str, Family]
 CODE = 1
 """The revision of machine code in a table, raised when earlier code was wrong (absent: 0)."""
 _WRONG_BEFORE = {
-    1: ({"bias", "padded", "packed", "boolean"}, "finite masks, or NaN beyond an item's keys,"),
+    1: ({"bias", "padded", "packed", "boolean"}, "finite masks, or NaN beyond an item's keys,")
 }
 """By revision: the masks whose kernels were wrong before it, and what made them NaN."""
 
@@ -167,10 +167,7 @@ def gpu_row(key: GpuKey, names: Iterable[str]) -> dict[str, Any]:
 
 
 def compile_for_models(
-    family: Family,
-    config: Config,
-    problem: Problem,
-    compiler: Compiler,
+    family: Family, config: Config, problem: Problem, compiler: Compiler
 ) -> Compiling:
     """Start to compile a config for tensors with any strides, if its template takes them.
 

@@ -113,11 +113,7 @@ def _one_kind(run: Run) -> Environment:
 
 
 def _entries(
-    run: Run,
-    environment: Environment,
-    kernel: str | None,
-    at_most: int | None,
-    left_out: list[str],
+    run: Run, environment: Environment, kernel: str | None, at_most: int | None, left_out: list[str]
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """What was measured of each problem that a call wins, and of `at_most` the facts of the choice.
 

@@ -12,7 +12,7 @@ from attnsweep.core.ops import Op
 from attnsweep.core.problem import FULL, Problem
 from attnsweep.core.trial import Status, Trial
 from attnsweep.family.family import Config, Family
-from attnsweep.reports.text import baselines_of
+from attnsweep.reports.sections import baselines_of
 from attnsweep.serve.export_code import Families, why_unpacked
 from attnsweep.serve.portfolio import Portfolio, portfolios
 from attnsweep.serve.runtime.cost_model import FEW_QUERIES, tiling_of

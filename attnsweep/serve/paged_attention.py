@@ -32,13 +32,7 @@ from attnsweep.serve.paged_call import (
     extent,
     understood,
 )
-from attnsweep.serve.paged_launch import (
-    arch_of,
-    current_device,
-    is_capturing,
-    name_of,
-    raw_stream,
-)
+from attnsweep.serve.paged_launch import arch_of, current_device, is_capturing, name_of, raw_stream
 from attnsweep.serve.paged_others import by_others
 from attnsweep.serve.paged_plans import (
     DECODE,

@@ -11,13 +11,7 @@ from typing import Any
 
 import torch
 
-from attnsweep.serve.paged_attention import (
-    again,
-    answered,
-    even_of,
-    is_compiling,
-    remember,
-)
+from attnsweep.serve.paged_attention import again, answered, even_of, is_compiling, remember
 from attnsweep.serve.paged_call import FP8, UNMASKED, check_output, check_values, understood
 from attnsweep.serve.paged_plans import plan_of
 

@@ -263,8 +263,7 @@ def _shapes(words: Iterable[str]) -> list[_Shape]:
             if not shapes or of in shapes[-1].fields:
                 if of in _OF_SHAPE:
                     raise ProblemError(
-                        f"{piece!r} is the second {of} of one shape",
-                        where=repr(shapes[-1].text),
+                        f"{piece!r} is the second {of} of one shape", where=repr(shapes[-1].text)
                     )
                 shapes.append(_Shape())
             shapes[-1].fields[of] = text

@@ -135,11 +135,7 @@ for _class in (_Loader, _Dumper):
     for _tag, _pattern, _first in (
         (_BOOL, "true|True|TRUE|false|False|FALSE", "tTfF"),
         (_INT, f"[-+]?{_DIGITS}", "-+0123456789"),
-        (
-            _FLOAT,
-            rf"[-+]?(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?",
-            "-+.0123456789",
-        ),
+        (_FLOAT, rf"[-+]?(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
         (_NULL, "~|null|Null|NULL|", ["~", "n", "N", ""]),
     ):
         _class.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list(_first))

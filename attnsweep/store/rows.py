@@ -218,10 +218,7 @@ class _Fields:
     """
 
     def __init__(
-        self,
-        model: type[BaseModel],
-        extra: Mapping[type[BaseModel], Iterable[str]],
-        known: Known,
+        self, model: type[BaseModel], extra: Mapping[type[BaseModel], Iterable[str]], known: Known
     ) -> None:
         self._model, self._extra = model, [*extra.get(model, ())]
         self._names = set(model.model_fields)

@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import TracebackType
 
 from pydantic import ValidationError
 
@@ -149,12 +148,7 @@ class Engine:
             self._start(seat)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def first(self) -> Environment:
@@ -371,13 +365,7 @@ class Engine:
                 seat.child.send(self._job.task(seat.task, then))
 
     def _fault(
-        self,
-        seat: _Seat,
-        why: str,
-        *,
-        gone: bool = False,
-        away: bool = False,
-        blame: bool = True,
+        self, seat: _Seat, why: str, *, gone: bool = False, away: bool = False, blame: bool = True
     ) -> None:
         """A child failed: its problem goes to another card, and it is started again or left out.
 

@@ -25,14 +25,7 @@ from attnsweep.store.rows import rows_of
 from attnsweep.store.run import SPEC
 from attnsweep.sweep import messages
 from attnsweep.sweep.assign import Assignment, Task
-from attnsweep.sweep.cards import (
-    Engine,
-    Job,
-    all_held,
-    hello_of,
-    longest_silence_s,
-    opening_of,
-)
+from attnsweep.sweep.cards import Engine, Job, all_held, hello_of, longest_silence_s, opening_of
 from attnsweep.sweep.messages import Message
 
 # Two processes take less for most problems. With a smaller share none would be decided.

@@ -20,14 +20,7 @@ from attnsweep.specs.plan import cost
 from attnsweep.store.run import SPEC
 from attnsweep.sweep import messages
 from attnsweep.sweep.assign import Assignment, Task
-from attnsweep.sweep.cards import (
-    Engine,
-    Job,
-    all_held,
-    hello_of,
-    longest_silence_s,
-    opening_of,
-)
+from attnsweep.sweep.cards import Engine, Job, all_held, hello_of, longest_silence_s, opening_of
 from attnsweep.sweep.messages import Message, StartChild
 from attnsweep.sweep.session import SweepSession, in_turns
 

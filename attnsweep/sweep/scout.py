@@ -39,13 +39,7 @@ _SHOWN_THERE = (Status.WRONG, Status.LAUNCH_ERROR, Status.TIMEOUT)
 class Scout:
     """Chooses the candidates of a long problem by trials on a shorter one."""
 
-    def __init__(
-        self,
-        candidates: Candidates,
-        spec: SweepSpec,
-        gpu: Gpu,
-        kept: Kept,
-    ) -> None:
+    def __init__(self, candidates: Candidates, spec: SweepSpec, gpu: Gpu, kept: Kept) -> None:
         """candidates: of the long problem. kept: what of an earlier run still holds."""
         self._candidates, self._spec, self._gpu, self._kept = candidates, spec, gpu, kept
         self.problem = shorter(candidates.problem)

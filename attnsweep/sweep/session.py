@@ -30,7 +30,8 @@ from attnsweep.core.trial import OURS, Environment, Status, cards_of
 from attnsweep.device.cards import installed_arch
 from attnsweep.device.lock import held
 from attnsweep.reports import tables
-from attnsweep.reports.text import sections_of, sentence
+from attnsweep.reports.sections import sections_of
+from attnsweep.reports.text import sentence
 from attnsweep.specs.load import SweepSpec
 from attnsweep.specs.plan import (
     PlannedProblem,

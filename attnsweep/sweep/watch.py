@@ -63,9 +63,7 @@ def changes(before: Mapping[Path, str | None], after: Mapping[Path, str | None])
 
 
 def keep_running(
-    once: Callable[[], object],
-    files: Callable[[], Sequence[Path]],
-    say: Callable[[str], None],
+    once: Callable[[], object], files: Callable[[], Sequence[Path]], say: Callable[[str], None]
 ) -> None:
     """Call `once`, and again after each edit of `files`, until Ctrl-C, which is raised.
 

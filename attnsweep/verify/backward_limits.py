@@ -21,14 +21,7 @@ from attnsweep.verify.backward import (
     of_keys,
     rows_of,
 )
-from attnsweep.verify.measures import (
-    Measures,
-    Same,
-    by_chance,
-    largest,
-    measures,
-    more_near_zero,
-)
+from attnsweep.verify.measures import Measures, Same, by_chance, largest, measures, more_near_zero
 from attnsweep.verify.reference import tiles_of_rows
 
 # Multiples of the errors of the rounded maths, and the least limits: as those of a forward in

@@ -255,11 +255,7 @@ class Calls:
         self._looked = began, self._session.record()
 
     def end(
-        self,
-        proven: Proven,
-        copies: Sequence[Mapping[str, Buffer]] = (),
-        *,
-        looked: bool = False,
+        self, proven: Proven, copies: Sequence[Mapping[str, Buffer]] = (), *, looked: bool = False
     ) -> int:
         """Raise WrongResult unless the outputs are right, of cold copies those of some at random.
 

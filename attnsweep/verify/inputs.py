@@ -178,10 +178,7 @@ def _windows(problem: Problem, seed: int) -> dict[str, Windows]:
         times = _of_scale(problem) if name == "q" else np.float32(1)
 
         def one(
-            begin: int,
-            rng: np.random.Generator,
-            into: Bits = pool,
-            times: np.float32 = times,
+            begin: int, rng: np.random.Generator, into: Bits = pool, times: np.float32 = times
         ) -> None:
             part = into[begin : begin + _PART]
             drawn = rng.standard_normal(len(part), dtype=np.float32)

@@ -149,11 +149,7 @@ def fitted_scale(difference: Float, slope: Float) -> float:
 
 
 def by_chance(
-    out: npt.NDArray[Any],
-    expected: Float,
-    tilted: Float | None,
-    rows: int,
-    least: float = 0.0,
+    out: npt.NDArray[Any], expected: Float, tilted: Float | None, rows: int, least: float = 0.0
 ) -> tuple[float, float]:
     """Standard errors of `gain` and `scale` over this many rows, if rows err independently."""
     difference = out.astype(np.float64, copy=False) - expected

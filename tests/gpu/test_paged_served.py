@@ -9,73 +9,36 @@ pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 paged = pytest.importorskip("attnsweep.serve.paged_attention")
 plans = pytest.importorskip("attnsweep.serve.paged_plans")
-others = pytest.importorskip("attnsweep.serve.paged_others")
+
+from packed_step import Step  # noqa: E402
 
 FP8 = torch.float8_e4m3fn
 
 
-class Engine:
-    """A cache in one allocation, tables in an order at random, and NaN where no request is."""
+class Engine(Step):
+    """A step in which each request has as many tokens, of a cache with room for more keys."""
 
-    def __init__(self, lengths, heads=32, heads_kv=8, dim=128, page=16, rows=1, dtype=torch.bfloat16, **how):
-        self.heads, self.heads_kv, self.dim, self.page, self.rows = heads, heads_kv, dim, page, rows
-        self.dtype, self.order, self.cache = dtype, how.get("order", "nhd"), how.get("cache", dtype)
-        self.random = torch.Generator("cuda").manual_seed(how.get("seed", 0))
-        self.capacity = how.get("capacity") or max(1, *lengths)
-        self.blocks = -(-self.capacity // page)
-        batch = len(lengths)
-        self.pages = batch * self.blocks + 3
-        inside = (page, heads_kv) if self.order == "nhd" else (heads_kv, page)
-        self.pool = torch.empty(2, self.pages, *inside, dim, dtype=self.cache, device="cuda")
-        self.lengths = torch.zeros(batch, dtype=torch.int32, device="cuda")
-        self.table = torch.zeros(batch, self.blocks, dtype=torch.int32, device="cuda")
-        self.q = torch.empty(batch, rows, heads, dim, dtype=dtype, device="cuda")
-        self.scales = {}
-        if self.cache == FP8:
-            for name in ("k_descale", "v_descale"):
-                self.scales[name] = torch.rand(batch, heads_kv, generator=self.random, device="cuda") + 0.5
-        self.fill(lengths)
-
-    def fill(self, lengths):
-        """New lengths, tables, queries and keys at the same addresses."""
-        batch = len(lengths)
-        self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
-        order = torch.randperm(self.pages, generator=self.random, device="cuda").int()
-        self.table.copy_(order[: batch * self.blocks].view(batch, self.blocks))
-        self.q.copy_(torch.randn(self.q.shape, generator=self.random, device="cuda"))
-        keys = torch.arange(self.blocks * self.page, device="cuda")
-        used = torch.zeros(self.pages, self.page, dtype=torch.bool, device="cuda")
-        seen = keys < self.lengths[:, None]
-        used[self.table.long().repeat_interleave(self.page, 1)[seen], (keys % self.page).expand(batch, -1)[seen]] = True
-        for each in self.slots:
-            made = torch.randn(each.shape, generator=self.random, device="cuda")
-            each.copy_(torch.where(used[..., None, None], made, float("nan")).to(self.cache))
-        self.table[~(torch.arange(self.blocks, device="cuda") * self.page < self.lengths[:, None])] = -7
-
-    @property
-    def slots(self):
-        """k and v, (pages, page_size, heads_kv, head_dim)."""
-        return [each if self.order == "nhd" else each.transpose(1, 2) for each in self.pool]
+    def __init__(self, lengths, rows=1, **how):
+        super().__init__(
+            [rows] * len(lengths), lengths, **{"heads": 32, "heads_kv": 8, "dim": 128} | how, device="cuda"
+        )
+        self.queries = self.q.unflatten(0, (len(lengths), rows))
 
     def call(self, **options):
-        k, v = self.slots
-        own = {"cache_seqlens": self.lengths, "page_table": self.table, "causal": True, **self.scales}
-        return paged.flash_attn_with_kvcache(self.q, k, v, **(own | options))
-
-    def expected(self, **options):
-        k, v = self.slots
-        how = {"scale": None, "softcap": 0.0, "causal": True, "window": (-1, -1), "sinks": None} | options
-        given = (self.q, k, v, self.lengths, self.table, self.scales.get("k_descale"), self.scales.get("v_descale"))
-        rest = (how["sinks"], how["scale"], how["softcap"], how["causal"], how["window"], True)
-        return others.by_gather(paged.understood(*given, *rest))
+        own = {"cache_seqlens": self.lengths, "page_table": self.table, "causal": True}
+        if self.scales is not None:
+            own |= {"k_descale": self.scales[0], "v_descale": self.scales[1]}
+        return paged.flash_attn_with_kvcache(self.queries, self.k, self.v, **(own | options))
 
     def check(self, out, lse=None, **options):
-        right, log_sums = self.expected(**options)
+        right, log_sums = self.right(**options)
+        out = out.flatten(0, 1)
         assert torch.isfinite(out).all()
-        off = (out.float() - right.float()).norm(dim=-1) / right.float().norm(dim=-1).clamp(min=1e-3)
-        assert float(off.max()) < (8e-3 if self.dtype == torch.bfloat16 else 2e-3)
+        off = (out.double() - right).norm(dim=-1) / right.norm(dim=-1).clamp(min=1e-3)
+        assert float(off.max()) < (8e-3 if out.dtype == torch.bfloat16 else 2e-3)
         assert (out[(right == 0).all(-1)] == 0).all()
         if lse is not None:
+            lse = lse.transpose(0, 1).flatten(1).double()
             assert torch.equal(lse == -torch.inf, log_sums == -torch.inf)
             seen = lse != -torch.inf
             assert torch.allclose(lse[seen], log_sums[seen], rtol=1e-4, atol=1e-4)
@@ -138,7 +101,7 @@ def test_blocks_that_share_keys_give_equal_bits_and_leave_their_counts_as_they_w
     """64 packed rows of few requests: each of their tiles is shared, of some requests alone."""
     engine = Engine([8000, 77, 5000, 0, 1, 2047], heads=64, heads_kv=4, rows=4, capacity=8192)
     how = {"cache_seqlens": engine.lengths, "page_table": engine.table, "causal": True}
-    config = paged.explain_flash_attn_with_kvcache(engine.q, *engine.slots, **how).kernel
+    config = paged.explain_flash_attn_with_kvcache(engine.queries, engine.k, engine.v, **how).kernel
     assert "append_paged_wgmma" in config
     assert "SPLITS=1" not in config
     first = engine.call(return_softmax_lse=True)
@@ -194,12 +157,12 @@ def test_wrong_numbers_on_the_device_read_nothing_outside_and_leave_the_next_cal
         getattr(engine, name)[3] = value
         out = served(engine)
         torch.cuda.synchronize()
-        assert out.shape == engine.q.shape
+        assert out.shape == engine.queries.shape
         engine.lengths.copy_(lengths)
         engine.table.copy_(table)
     engine.check(served(engine))
     fp8 = Engine(MIXED, cache=FP8)
-    fp8.scales["k_descale"][2] = float("nan")
+    fp8.scales[0, 2] = float("nan")
     served(fp8)
     torch.cuda.synchronize()
 
@@ -213,7 +176,7 @@ def test_a_cache_that_is_freed_and_made_again_at_its_address():
 
 def test_a_cache_beyond_2_to_the_31_elements():
     engine = Engine([40] * 8, capacity=16 * 16400, heads=8, heads_kv=8, dim=128)
-    assert engine.slots[0].numel() > 2**31
+    assert engine.k.numel() > 2**31
     engine.check(served(engine))
 
 
@@ -236,7 +199,7 @@ def test_what_no_kernel_serves_is_answered_by_others():
     engine = Engine([5, 9], heads=3, heads_kv=1, dim=40, page=4)
     assert (
         paged.explain_flash_attn_with_kvcache(
-            engine.q, *engine.slots, cache_seqlens=engine.lengths, page_table=engine.table
+            engine.queries, engine.k, engine.v, cache_seqlens=engine.lengths, page_table=engine.table
         ).kernel
         is None
     )

@@ -10,7 +10,7 @@ from attnsweep.core.errors import SpecError
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
 from attnsweep.reports.compare import compare, config_changes, lines
-from attnsweep.reports.text import sections_of
+from attnsweep.reports.sections import sections_of
 from attnsweep.store.run import open_run
 
 RESULTS = Path(__file__).parents[2] / "results"

@@ -11,7 +11,8 @@ from attnsweep.cli.read import only
 from attnsweep.regress.accept import accept
 from attnsweep.reports import compare, gains, html, tables
 from attnsweep.reports.explain import explain
-from attnsweep.reports.text import baselines_of, faster_baseline, sections_of, sentence, winner_lines
+from attnsweep.reports.sections import baselines_of, sections_of
+from attnsweep.reports.text import faster_baseline, sentence, winner_lines
 from attnsweep.store.run import Run, open_run
 
 ROOT = Path(__file__).parent.parent.parent / "results"

@@ -14,7 +14,7 @@ from attnsweep.core.hardware import arch_named, arch_on
 from attnsweep.core.trial import OURS, Status
 from attnsweep.family.discover import discover, row_of_today
 from attnsweep.reports import tables as report
-from attnsweep.reports.text import baselines_of
+from attnsweep.reports.sections import baselines_of
 from attnsweep.specs.load import load_spec
 from attnsweep.specs.plan import plan
 from attnsweep.specs.shipped import shipped_specs

@@ -6,13 +6,13 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import dispatch_judged
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from packages import H100, PLAIN, gpu, shape, winner
 
 from attnsweep.core.errors import StoreError
-from attnsweep.serve import evaluate
 from attnsweep.serve.runtime import dispatch
 from attnsweep.serve.runtime.dispatch import choose
 from attnsweep.serve.runtime.table import GpuKey, Guard, known, read_table
@@ -181,12 +181,12 @@ def judged(by, on, leave_one_out, shapes_of=None):
         [ROOT / "results" / FOLDERS[card] / run for run in names]
         for card, names in ((by, CARDS[by]), (on, shapes_of or CARDS[on]))
     )
-    return [*evaluate.judged(runs, held_out, leave_one_out=leave_one_out)]
+    return [*dispatch_judged.judged(runs, held_out, leave_one_out=leave_one_out)]
 
 
 def row(by, on, leave_one_out):
     """A row of the page, of what benchmarks/dispatch.py prints."""
-    found = evaluate.summary(judged(by, on, leave_one_out))
+    found = dispatch_judged.summary(judged(by, on, leave_one_out))
     kernels = found["of_kernels"]
     served = found["codes"]["stand_in"]
     assert kernels["timed"] == served - found["not_timed"]
@@ -224,7 +224,7 @@ def test_the_page_says_what_the_conditions_keep_away(constants):
 
 @pytest.mark.nightly(push=1, of="the rule on many recorded runs")
 def test_the_page_says_how_the_shapes_did_that_came_after_the_conditions():
-    found = evaluate.summary(judged("H100", "H200", False, LATER))
+    found = dispatch_judged.summary(judged("H100", "H200", False, LATER))
     kernels = found["of_kernels"]
     served = found["codes"]["stand_in"]
     page = " ".join((ROOT / "docs/tutorials/your-model.md").read_text().split())
@@ -239,7 +239,7 @@ def test_the_page_says_how_the_shapes_did_that_came_after_the_conditions():
 def test_a_shape_is_left_out_of_the_stand_ins_rows_too():
     own = replace(gpu(winner(shape())), key=H200)
     both = known(table(own, gpu(winner(shape(dtype="fp16")), winner(shape(2)))), H200)
-    left = evaluate.without(both, shape())
+    left = dispatch_judged.without(both, shape())
     assert left.winners == ()
     assert [each.problem for each in left.stand_in.winners] == [shape(2)]
 
@@ -251,4 +251,4 @@ def test_runs_that_no_gpu_stands_in_for_cannot_be_judged(tmp_path):
     (place / "environment.json").write_text(json.dumps(facts | {"sm_count": 114}))
     run = ROOT / "results/h100-80gb-hbm3/flash_short"
     with pytest.raises(StoreError, match="or of one that stands in for it"):
-        [*evaluate.judged([run], [place])]
+        [*dispatch_judged.judged([run], [place])]

@@ -15,7 +15,7 @@ from attnsweep.family.discover import discover
 from attnsweep.regress import recorded
 from attnsweep.reports import compare, explain, tables
 from attnsweep.reports import html as page
-from attnsweep.reports.text import sections_of
+from attnsweep.reports.sections import sections_of
 from attnsweep.store import rows
 from attnsweep.store.rows import RowReader, StoredRows, row_bytes
 from attnsweep.store.run import PACKED, _opened, find_runs, open_run
@@ -132,7 +132,7 @@ def test_a_ranking_leaves_no_rows_where_collection_pauses(both):
     gc.collect()
     gc.disable()
     try:
-        sections_of(whole)[:]
+        list(sections_of(whole))
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
         kept = [each for each in gc.garbage if isinstance(each, Trial)]

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from attnsweep.serve import evaluate, export, package_kernels
+import dispatch_judged
+
+from attnsweep.serve import export, package_kernels
 from attnsweep.store import run as store
 
 RESULTS = Path(__file__).parent.parent.parent / "results"
@@ -21,7 +23,7 @@ def once() -> Iterator[None]:
     read, rows_of = store.read_trials, {}
     choose, chosen = export.chosen_of, {}
     runs, running = package_kernels._runs, {}
-    tuned = cache(lambda runs, slower, made=evaluate.tuned: made(runs, slower))
+    tuned = cache(lambda runs, slower, made=dispatch_judged.tuned: made(runs, slower))
 
     def read_once(path: Path) -> Any:
         if not path.resolve().is_relative_to(RESULTS):
@@ -52,7 +54,7 @@ def once() -> Iterator[None]:
         patch.object(package_kernels, "_runs", runs_once),
         patch.object(export, "_code_key", cache(export._code_key)),
         patch.object(store, "read_trials", read_once),
-        patch.object(evaluate, "tuned", lambda runs, slower=0.0: tuned((*runs,), slower)),
+        patch.object(dispatch_judged, "tuned", lambda runs, slower=0.0: tuned((*runs,), slower)),
         patch.object(export, "chosen_of", choosing),
     ):
         yield

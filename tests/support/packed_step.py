@@ -12,12 +12,15 @@ PAGE = 16  # slots of a page, if no other number is said
 
 
 class Step:
-    """Requests with keys in pages, NaN beside them, some of the keys new, and their packed tokens."""
+    """Requests with keys in pages, NaN beside them, some of the keys new, and their packed tokens.
+
+    how: `page`, `device`, `order` (`hnd`: heads before slots), `capacity` (keys that a request may come to have).
+    """
 
     def __init__(
         self,
-        tokens: list[int],
-        keys: list[int],
+        tokens: Sequence[int],
+        keys: Sequence[int],
         heads: int = 4,
         heads_kv: int = 2,
         dim: int = 32,
@@ -27,27 +30,37 @@ class Step:
         **how: Any,
     ) -> None:
         page, device = how.get("page", PAGE), how.get("device", "cpu")
-        random = torch.Generator(device).manual_seed(seed)
-        self.tokens, self.keys, self.group, self.page = tokens, keys, heads // heads_kv, page
-        self.device, self.cache = device, cache or dtype
-
-        def draw(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=random, device=device)
-
-        blocks, batch = -(-max(keys) // page), len(keys)
-        order = torch.randperm(batch * blocks + 2, generator=random, device=device).int()
-        self.table = order[: batch * blocks].view(batch, blocks)
-        self.scales = torch.rand(2, batch, heads_kv, generator=random, device=device) + 0.5 if cache else None
-        self.q = draw(sum(tokens), heads, dim).to(dtype)
+        self.random = torch.Generator(device).manual_seed(seed)
+        self.tokens, self.group, self.page, self.device = tokens, heads // heads_kv, page, device
+        batch, self.blocks = len(keys), -(-max(how.get("capacity", 1), *keys) // page)
+        inside = (heads_kv, page) if how.get("order") == "hnd" else (page, heads_kv)
+        pool = torch.empty(2, batch * self.blocks + 2, *inside, dim, dtype=cache or dtype, device=device)
+        self.k, self.v = pool.transpose(2, 3) if how.get("order") == "hnd" else pool
+        self.table = torch.empty(batch, self.blocks, dtype=torch.int32, device=device)
+        self.lengths = torch.empty(batch, dtype=torch.int32, device=device)
+        self.scales = torch.rand(2, batch, heads_kv, generator=self.random, device=device) + 0.5 if cache else None
+        self.q = torch.empty(sum(tokens), heads, dim, dtype=dtype, device=device)
         self.begins = torch.tensor([0, *tokens], device=device).cumsum(0).int()
-        self.lengths = torch.tensor(keys, device=device).int()
-        at = torch.arange(blocks * page, device=device)
+        self.fill(keys)
+
+    def fill(self, keys: Sequence[int]) -> None:
+        """Draw lengths, tables, queries and keys, at the same addresses as before."""
+        self.keys, batch, page = keys, len(keys), self.page
+
+        def draw(like: torch.Tensor) -> torch.Tensor:
+            return torch.randn(like.shape, generator=self.random, device=self.device)
+
+        self.q.copy_(draw(self.q))
+        self.lengths.copy_(torch.tensor(keys))
+        order = torch.randperm(len(self.k), generator=self.random, device=self.device)[: batch * self.blocks]
+        self.table.copy_(order.view(batch, self.blocks))
+        at = torch.arange(self.blocks * page, device=self.device)
         seen = at < self.lengths[:, None]
-        used = torch.zeros(len(order), page, dtype=torch.bool, device=device)
+        used = torch.zeros(len(self.k), page, dtype=torch.bool, device=self.device)
         used[self.table.long().repeat_interleave(page, 1)[seen], (at % page).expand(batch, -1)[seen]] = True
-        pool = draw(2, len(order), page, heads_kv, dim)
-        self.k, self.v = pool.masked_fill(~used[..., None, None], math.nan).to(self.cache)
-        self.table = self.table.masked_fill(torch.arange(blocks, device=device) * page >= self.lengths[:, None], -9)
+        for each in (self.k, self.v):
+            each.copy_(draw(each).masked_fill_(~used[..., None, None], math.nan).to(each.dtype))
+        self.table[at[::page] >= self.lengths[:, None]] = -9
 
     def call(self, **options: Any) -> Any:
         """`flash_attn_varlen_func` of the step."""
@@ -73,13 +86,14 @@ class Step:
         window: tuple[int, int] = (-1, -1),
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        scale: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The output and log-sum-exps in float64."""
         outs, sums = [], []
         for request in range(len(self.tokens)):
             k, v = self.keys_of(request)
             q = self.q[self.begins[request] : self.begins[request + 1]].double().transpose(0, 1)
-            own = attended(q, k, v, q.shape[-1] ** -0.5, causal, window, softcap, sinks)
+            own = attended(q, k, v, scale or q.shape[-1] ** -0.5, causal, window, softcap, sinks)
             outs.append(own.out.transpose(0, 1))
             sums.append(own.lse)
         return torch.cat(outs), torch.cat(sums, 1)

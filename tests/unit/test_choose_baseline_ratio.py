@@ -14,8 +14,8 @@ from attnsweep.choose.pace import at_pace
 from attnsweep.choose.ranking import judged, rank
 from attnsweep.core.trial import OURS, Accuracy, Energy, Measurement, Status, Trial
 from attnsweep.reports import tables
+from attnsweep.reports.sections import Sections
 from attnsweep.reports.tables import to_csv, to_markdown
-from attnsweep.reports.text import Sections
 
 
 def ours(rounds: Sequence[float], number: int = 1, **changes: object) -> Trial:

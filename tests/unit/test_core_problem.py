@@ -38,7 +38,7 @@ def test_min_bytes_is_every_tensor_once(problem):
         assert heads == (problem.heads if tensor in "qo" else problem.heads_kv)
         assert rows == (problem.seqlen_q if tensor in "qo" else problem.seqlen_k)
         elements += batch * heads * rows * columns
-    if not problem.scaled:
+    if not problem.scales:
         assert problem.min_bytes == elements * DTYPE_BYTES[problem.dtype]
         return
     outputs = problem.batch * problem.heads * problem.seqlen_q * problem.head_dim

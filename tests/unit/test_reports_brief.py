@@ -9,8 +9,8 @@ from rich.console import Console
 from samples import NVRTC_LOG, PROBLEM, baseline, candidate, failed, full_run
 
 from attnsweep.core.trial import Status
+from attnsweep.reports.sections import sections_of
 from attnsweep.reports.tables import print_brief, print_run
-from attnsweep.reports.text import sections_of
 from attnsweep.serve.export import use_of
 from attnsweep.store.run import open_run
 

@@ -9,7 +9,7 @@ from samples import H200, PROBLEM, baseline, candidate, full_run
 
 from attnsweep.reports import tables
 from attnsweep.reports.cards import UNKNOWN, by_card
-from attnsweep.reports.text import sections_of
+from attnsweep.reports.sections import sections_of
 
 OTHER = replace(PROBLEM, batch=2)
 

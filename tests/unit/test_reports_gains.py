@@ -10,7 +10,7 @@ from samples import H200, PROBLEM, baseline, candidate, rounds_of
 from attnsweep.core.trial import Status
 from attnsweep.reports import html, tables
 from attnsweep.reports.gains import gains, sentences, table
-from attnsweep.reports.text import Sections
+from attnsweep.reports.sections import Sections
 from attnsweep.store.run import Run
 
 OTHER = type(PROBLEM)(1, 8, 2, 512, 512, 128, "bf16", causal=True)

@@ -196,7 +196,7 @@ def counted(form: ProgressForm, clock, *, on_terminal: bool = False) -> str:
     console = Console(file=out, width=100, force_terminal=on_terminal, color_system=None)
     with progress.watch(console, form) as observer:
         for done in range(4):
-            observer.counting("compile", "kernel", done, 3)
+            observer.exporting(done, 3)
             clock.now += 6
     return out.getvalue()
 

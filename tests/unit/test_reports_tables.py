@@ -15,7 +15,8 @@ from attnsweep.core.trial import Accuracy, Measurement, Status, Trial
 from attnsweep.family.discover import discover
 from attnsweep.reports import html, tables
 from attnsweep.reports.explain import explain, lines
-from attnsweep.reports.text import Sections, judged_line
+from attnsweep.reports.sections import Sections
+from attnsweep.reports.text import judged_line
 from attnsweep.store.run import Run
 
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from samples import H200, baseline, candidate, failed
 
 from attnsweep.core.trial import Accuracy, Status
-from attnsweep.reports.text import Sections, plus_minus, sentence
+from attnsweep.reports.sections import Sections
+from attnsweep.reports.text import plus_minus, sentence
 
 
 def rounds(trial, each):

@@ -64,10 +64,7 @@ _SURE = 16  # trials by whose weight _AMPLITUDE is believed next to those of the
 
 
 def gp(
-    space: Space,
-    candidates: int | None,
-    seed: int,
-    history: Sequence[History] | None = None,
+    space: Space, candidates: int | None, seed: int, history: Sequence[History] | None = None
 ) -> Generator[Config | tuple[Config, ...] | None, list[Trial], str]:
     """Batches of greatest expected improvement; returns why it stopped.
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import dispatch_judged
 import pytest
 from packages import H100 as KEY
 from packages import PLAIN, gpu, shape, winner, with_config
@@ -17,7 +18,7 @@ from attnsweep import load_spec, open_run
 from attnsweep.core.errors import StoreError
 from attnsweep.core.layouts import Padded
 from attnsweep.core.trial import Status
-from attnsweep.serve import evaluate, shipped
+from attnsweep.serve import shipped
 from attnsweep.serve.package_kernels import held_for, is_sdpa
 from attnsweep.serve.runtime.dispatch import choose
 from attnsweep.serve.runtime.table import Guard, Problem, known, read_table
@@ -50,10 +51,10 @@ RECORDED = pytest.mark.nightly(push=1, of="the rule on many recorded runs")
 @pytest.mark.parametrize("name", ["held_out", "held_out_later"])
 def test_the_held_out_shapes_timed_all_choices(name):
     """What is judged is all that the rule chose, and no choice is slower than PyTorch's own."""
-    rows = [*evaluate.judged(FITTED, [H100 / name])]
+    rows = [*dispatch_judged.judged(FITTED, [H100 / name])]
     assert len(rows) >= 40
     assert [row.shape for row in rows if row.regret is None] == []
-    found = evaluate.summary(rows)
+    found = dispatch_judged.summary(rows)
     assert found["regret"]["median"] <= 0.03
     assert found["regret"]["p95"] <= 0.10
     assert found["slower_than_sdpa_by_3_percent"] == 0
@@ -73,8 +74,8 @@ def test_the_held_out_shapes_timed_all_choices(name):
     ],
 )
 def test_no_kernel_for_other_kinds_of_held_out_shapes_is_slower_than_pytorchs(judge, by, least):
-    rows = [*evaluate.judged([H100 / name for name in by], [H100 / judge])]
-    found = evaluate.summary(rows)
+    rows = [*dispatch_judged.judged([H100 / name for name in by], [H100 / judge])]
+    found = dispatch_judged.summary(rows)
     assert sum(row.regret is not None for row in rows) >= least
     assert found["slower_than_sdpa_by_3_percent"] == 0
     assert found["regret"]["median"] <= 0.06
@@ -83,8 +84,8 @@ def test_no_kernel_for_other_kinds_of_held_out_shapes_is_slower_than_pytorchs(ju
 @pytest.mark.nightly(push=0)
 @pytest.mark.parametrize(("card", "runs"), CARDS.items(), ids=CARDS)
 def test_the_page_says_what_the_rule_loses_of_all_runs(card, runs):
-    rows = [*evaluate.judged(runs, [], leave_one_out=True)]
-    found = evaluate.summary(rows)
+    rows = [*dispatch_judged.judged(runs, [], leave_one_out=True)]
+    found = dispatch_judged.summary(rows)
     regret = " | ".join(f"{100 * found['regret'][n]:.1f} %" for n in ("median", "p95", "worst"))
     row = f"| {card} | {found['shapes']} | {regret} | {found['to_sdpa']} | {found['not_timed']} |"
     page = (ROOT / "docs/tutorials/your-model.md").read_text()
@@ -118,14 +119,14 @@ def dispatch():
 
 @pytest.fixture(scope="module")
 def left_out():
-    return list(evaluate.judged(TUNED, []))
+    return list(dispatch_judged.judged(TUNED, []))
 
 
 def test_each_recorded_shape_from_the_others(left_out):
     """Few shapes that are far apart: what is lost is some gain, and nothing to PyTorch.
 
     At the 95th percentile it is a quarter."""
-    found = evaluate.summary(left_out)
+    found = dispatch_judged.summary(left_out)
     assert found["shapes"] > 40
     assert found["regret"]["median"] <= 0.03
     assert found["slower_than_sdpa_by_3_percent"] == 0
@@ -152,9 +153,9 @@ def test_runners_up_are_held_of_the_configs_that_won_anywhere():
 
 
 def test_a_left_out_shape_is_not_known():
-    known = evaluate.tuned(TUNED)[KEY]
+    known = dispatch_judged.tuned(TUNED)[KEY]
     first = known.winners[0]
-    left = evaluate.without(known, first.problem)
+    left = dispatch_judged.without(known, first.problem)
     twins = [replace(first.problem, dtype=dtype) for dtype in ("fp16", "bf16")]
     assert not [w for w in left.winners if w.problem in twins]
     won = {w.kernel.config for w in left.winners}
@@ -164,14 +165,14 @@ def test_a_left_out_shape_is_not_known():
 
 
 def one(configs_us, **sdpa_us):
-    return evaluate.Swept("run", shape(seqlen=300), configs_us, sdpa_us)
+    return dispatch_judged.Swept("run", shape(seqlen=300), configs_us, sdpa_us)
 
 
 def test_regret_and_gain():
     other = with_config(PLAIN, PINGPONG=1)
     known = gpu(winner(shape(), gain=2.0), winner(shape(2), other, gain=1.5))
     times = {PLAIN.config: 11.0, other.config: 30.0, "not held": 10.0}
-    found = evaluate.judge(known, one(times, torch_flash=22.0, torch_cudnn=33.0))
+    found = dispatch_judged.judge(known, one(times, torch_flash=22.0, torch_cudnn=33.0))
     assert (found.code, found.config) == ("near", PLAIN.config)
     assert found.regret == pytest.approx(0.1)
     assert found.gain == pytest.approx(2.0)
@@ -181,30 +182,30 @@ def test_regret_and_gain():
 
 def test_what_goes_to_pytorch_has_its_fastest_time():
     shy = replace(gpu(winner(shape(), gain=2.0)), guard=Guard(margin=9.0))
-    found = evaluate.judge(shy, one({PLAIN.config: 10.0}, torch_flash=22.0))
+    found = dispatch_judged.judge(shy, one({PLAIN.config: 10.0}, torch_flash=22.0))
     assert (found.config, found.gain) == (None, 1.0)
     assert found.regret == pytest.approx(1.2)
     assert found.served == 0
-    assert evaluate.summary([found])["of_kernels"] == {"timed": 0}
+    assert dispatch_judged.summary([found])["of_kernels"] == {"timed": 0}
 
 
 def test_a_choice_without_a_time_is_no_good_choice():
     known = gpu(winner(shape(), gain=2.0))
     rows = [
-        evaluate.judge(known, one({"not held": 10.0}, torch_flash=20.0)),
-        evaluate.judge(known, one({PLAIN.config: 25.0}, torch_flash=20.0)),
+        dispatch_judged.judge(known, one({"not held": 10.0}, torch_flash=20.0)),
+        dispatch_judged.judge(known, one({PLAIN.config: 25.0}, torch_flash=20.0)),
     ]
-    found = evaluate.summary(rows)
+    found = dispatch_judged.summary(rows)
     assert (found["shapes"], found["not_timed"]) == (2, 1)
     assert found["regret"]["worst"] == pytest.approx(0.25)
     assert found["slower_than_sdpa_by_3_percent"] == 1
     with pytest.raises(StoreError, match="no shape can be judged"):
-        evaluate.summary(rows[:1])
+        dispatch_judged.summary(rows[:1])
 
 
 def test_a_tuned_shape_of_a_held_out_run_is_not_judged():
-    assert not list(evaluate.judged(TUNED, [H100 / "h100"]))
-    rows = list(evaluate.judged(TUNED[2:], [H100 / "flash_training"]))
+    assert not list(dispatch_judged.judged(TUNED, [H100 / "h100"]))
+    rows = list(dispatch_judged.judged(TUNED[2:], [H100 / "flash_training"]))
     assert rows
     assert all(row.code != "tuned" for row in rows)
 
@@ -244,8 +245,8 @@ SLOWER_BEFORE = Problem(1, 32, 8, 1, 32768, 128, "bf16")
 @cache
 def all_of(which):
     by_runs = {"exported": [*CARDS["H100"], *DECODING], "of decode": [*CARDS["H100"], DECODE], "of many": CARDS["H100"]}
-    gpus = read_table(PLACE).gpus if which == "shipped" else evaluate.tuned(by_runs[which])
-    return known(gpus, evaluate.key_of(JUDGE))
+    gpus = read_table(PLACE).gpus if which == "shipped" else dispatch_judged.tuned(by_runs[which])
+    return known(gpus, dispatch_judged.key_of(JUDGE))
 
 
 @pytest.fixture(params=["shipped", pytest.param("exported", marks=RECORDED)])
@@ -255,7 +256,7 @@ def package(request):
 
 @pytest.fixture
 def shapes():
-    return [one.problem for one in evaluate.swept(JUDGE)]
+    return [one.problem for one in dispatch_judged.swept(JUDGE)]
 
 
 def test_a_shape_where_pytorchs_attention_failed_is_not_judged(shapes, tmp_path):
@@ -263,11 +264,11 @@ def test_a_shape_where_pytorchs_attention_failed_is_not_judged(shapes, tmp_path)
     lost = next(t for t in run.trials if t.problem == shapes[0] and is_sdpa(t))
     gone = lost.with_(status=Status.LAUNCH_ERROR, time_us=None)
     changed(run, tmp_path / "run", [gone if t is lost else t for t in run.trials])
-    assert [one.problem for one in evaluate.swept(tmp_path / "run")] == shapes[1:]
+    assert [one.problem for one in dispatch_judged.swept(tmp_path / "run")] == shapes[1:]
 
 
 def test_no_call_of_few_queries_is_slower_than_pytorchs(package):
-    found = evaluate.summary([evaluate.judge(package, one) for one in evaluate.swept(JUDGE)])
+    found = dispatch_judged.summary([dispatch_judged.judge(package, one) for one in dispatch_judged.swept(JUDGE)])
     assert found["not_timed"] <= 2
     assert found["slower_than_sdpa_by_3_percent"] == 0
     assert found["of_kernels"]["timed"] >= 6
@@ -285,7 +286,9 @@ def test_what_comes_with_attnsweep_packs_the_heads_of_one_query_and_is_faster():
 
 def test_only_kernels_that_look_up_what_a_cache_holds_need_less_of_a_gain():
     """Those of the H200 read all keys of it, and were expected to be 1.04 to 1.13 times as fast."""
-    h100, h200 = (known(read_table(PLACE).gpus, evaluate.key_of(card / "decode_models")) for card in (H100, H200))
+    h100, h200 = (
+        known(read_table(PLACE).gpus, dispatch_judged.key_of(card / "decode_models")) for card in (H100, H200)
+    )
     cache = replace(SLOWER_BEFORE, batch=8, seqlen_k=1024, layout=Padded("right", 100))
     for problem in (cache, replace(cache, heads_kv=32)):
         assert choose(h200, problem).kernel is None
@@ -296,8 +299,8 @@ def test_only_kernels_that_look_up_what_a_cache_holds_need_less_of_a_gain():
 
 @RECORDED
 def test_the_page_says_what_is_lost_on_few_queries():
-    rows = [*evaluate.judged([*CARDS["H100"], *DECODING, *EARLIER], [JUDGE])]
-    found = evaluate.summary(rows)
+    rows = [*dispatch_judged.judged([*CARDS["H100"], *DECODING, *EARLIER], [JUDGE])]
+    found = dispatch_judged.summary(rows)
     page = (ROOT / "docs/tutorials/your-model.md").read_text()
     gains = found["of_kernels"]["gain"]
     told = (

@@ -27,14 +27,7 @@ from attnsweep.serve.package_kernels import asked_of, held_for, is_sdpa, lost_sd
 from attnsweep.serve.runtime.cost_model import tiling
 from attnsweep.serve.runtime.dispatch import choose
 from attnsweep.serve.runtime.families import family_of, has_rival, kind_of_code, refused_by
-from attnsweep.serve.runtime.table import (
-    TABLE,
-    CompiledKernel,
-    GpuKey,
-    TunedGpu,
-    known,
-    read_table,
-)
+from attnsweep.serve.runtime.table import TABLE, CompiledKernel, GpuKey, TunedGpu, known, read_table
 from attnsweep.store.run import open_run
 
 SLOWER = 1 / 1.03
@@ -119,15 +112,11 @@ def without(gpu: TunedGpu, problem: Problem) -> TunedGpu:
         cuts = {k.config: tiling(k) for k, _ in timed}
         kind, own = (w.problem.head_dim, w.problem.variant), w.kernel.config
         here = [config for *of, config in held if (*of,) == kind]
-        chosen = held_for(
-            times_us, own, won, shapes[asked_of(w.problem)], kind[1], cuts=cuts, here=here
-        )
+        chosen = held_for(times_us, own, won, shapes[asked_of(w.problem)], kind[1], cuts=cuts, here=here)
         held |= {(*kind, config) for config in chosen}
     made = [w.kernel for w in gpu.winners] + [*gpu.twins]
     twins = tuple(kernel for kernel in made if _key(kernel) in held)
-    left = [
-        replace(w, others=tuple((k, us) for k, us in w.others if _key(k) in held)) for w in winners
-    ]
+    left = [replace(w, others=tuple((k, us) for k, us in w.others if _key(k) in held)) for w in winners]
     other = None if gpu.stand_in is None else without(gpu.stand_in, problem)
     return replace(gpu, winners=tuple(left), twins=twins, stand_in=other)
 
@@ -166,11 +155,7 @@ def judge(gpu: TunedGpu, one: Swept) -> Judged:
 
 
 def judged(
-    runs: Sequence[Path],
-    held_out: Sequence[Path] = (),
-    *,
-    leave_one_out: bool = False,
-    slower: float = 0.0,
+    runs: Sequence[Path], held_out: Sequence[Path] = (), *, leave_one_out: bool = False, slower: float = 0.0
 ) -> Iterator[Judged]:
     """Every shape of the held-out runs that was not tuned on their kind of GPU.
 
