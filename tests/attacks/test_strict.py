@@ -157,7 +157,8 @@ def test_it_would_save_time_if_calls_had_the_same_inputs(name, us, make_strict, 
 @pytest.mark.parametrize("name", ["keeps_the_card_busy", "keeps_it_busy_elsewhere"])
 def test_a_busy_stranger_stands_still_while_others_are_timed(name, make_strict):
     bench = of(make_strict, True)
-    assert "its events say" in judged(bench, name)  # and not that the card is busy after its calls
+    # Its own chain may have much of that work, or none: a thread of it has its turn when it comes.
+    assert "busy after its calls" not in judged(bench, name)
     assert judged(bench, "honest") == "confirmed 100"
 
 
