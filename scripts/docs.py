@@ -28,8 +28,8 @@ from performance import csv
 from records import Book
 from typer.testing import CliRunner
 from used import (
+    beside_flashinfer,
     faults,
-    flashinfer_table,
     judged,
     masked,
     masks,
@@ -233,7 +233,7 @@ def pages(book: Book) -> Iterator[tuple[str, str]]:
     yield PAGES["model"], with_blocks("model", {"models": models(), "dispatch": judged()})
     yield PAGES["pytorch"], with_blocks("pytorch", {"faults": faults()})
     blocks = {"paged": paged_table(known["paged"], gpu), "steps": serving_table(book)}
-    blocks["flashinfer"] = flashinfer_table(book)
+    blocks["flashinfer"] = beside_flashinfer(book)
     yield PAGES["engine"], with_blocks("engine", blocks)
     yield from examples(known)
 

@@ -264,23 +264,17 @@ def paged_table(found: Mapping[str, list[dict[str, Any]]], gpu: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def flashinfer_table(book: Any) -> str:
-    """Our µs and the ratio of each other kernel's, of the run beside FlashInfer, in Markdown."""
-    others = {
-        "FlashInfer": ("flashinfer",),
-        "XQA": ("xqa",),
-        "FlashAttention-3": ("flash_attn_3_fp8_ready", "flash_attn_3_ready"),
-    }
-    lines = ["| problem | µs |" + "".join(f" × {name} |" for name in others)]
-    lines += ["|---|" + "---:|" * (1 + len(others))]
-    for problem in book.problems("flashinfer"):
-        ours = book.find("flashinfer", problem=problem, provider="attnsweep").us
-        line = f"| {problem.label.replace(' bf16 causal', '')} | {ours:.1f} |"
-        for names in others.values():
-            found = (book.find("flashinfer", problem=problem, provider=name) for name in names)
-            line += f" {next(filter(None, found)).us / ours:.2f} |"
-        lines.append(line)
-    return "\n".join(lines) + "\n"
+def beside_flashinfer(book: Any) -> str:
+    """How many times as long as ours FlashInfer and XQA take, as a sentence."""
+    said = []
+    for name, provider in (("FlashInfer", "flashinfer"), ("XQA", "xqa")):
+        ratios = [
+            book.find("flashinfer", problem=problem, provider=provider).us
+            / book.find("flashinfer", problem=problem, provider="attnsweep").us
+            for problem in book.problems("flashinfer")
+        ]
+        said.append(f"{name} takes {min(ratios):.2f} to {max(ratios):.2f} times as long")
+    return f"{', '.join(said)}.\n"
 
 
 def serving_table(book: Any) -> str:
