@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
 }
 #else
 
-// Of parts that are stored, of rows that blocks have taken, and of blocks that have left.
+// They count stored parts, slices of rows that blocks have taken, and blocks that have left.
 constexpr int JOIN_COUNTERS = 3;
 constexpr int CONSUMERS = 256, THREADS = 384;
 constexpr bool PARTIAL = SPLITS > 1 || PLANNED;

@@ -335,7 +335,7 @@ class Comparer:
         return self._tiles.pointer
 
     def _summarise(self, tiles: int, slot: int, first: int = 0, calls: int = 1) -> None:
-        """Findings of so many tiles of each call go to slots from this one on."""
+        """Sum up `tiles` findings of each call; those of the n-th go to the n-th slot on."""
         record = 8 * len(_FOUND)
         to = np.uint64(self._found.pointer + slot * record)
         all_of = [np.uint64(self._tiles_for(tiles) + first * record), np.int64(tiles), to]
@@ -523,7 +523,7 @@ def row_bytes(problem: Problem) -> int:
 
 
 def _by_value(pointers: Sequence[int], room: int) -> Any:
-    """A struct of so many pointers, as an array of one item, which CuPy passes by value."""
+    """A struct with room for some pointers, as one item of an array: CuPy passes it by value."""
     made = np.zeros(room, np.uint64)
     made[: len(pointers)] = pointers
     return made.view(f"V{made.nbytes}")

@@ -53,7 +53,7 @@ def test_a_digest_sees_every_bit_and_place(device, size, place, bit):
 
 @pytest.mark.parametrize("poison", [False, True])
 def test_digests_that_are_asked_for_together_have_slots_of_their_own(poison, device):
-    """Of more buffers than one launch takes."""
+    """There are more buffers than one launch takes."""
     data = np.random.default_rng(0).integers(0, 256, (18, 70), dtype=np.uint8)
     judge, buffers = device.judge("fp16"), [uploaded(one) for one in data]
     judge.clear()

@@ -571,7 +571,7 @@ extern "C" __global__ void __launch_bounds__(256)
     take_to(regions[blockIdx.y], from, to);
     if (call && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) contents[call] = to;
 }
-// Fills each region with NaN, and renews its guards of so many bytes.
+// Fills each region with NaN, and writes the `guard_bytes` before and behind it anew.
 extern "C" __global__ void __launch_bounds__(256) renew(const Region* regions, int guard_bytes) {
     Region one = regions[blockIdx.y];
     each_word(reinterpret_cast<unsigned*>(one.at), 0, one.bytes / 4, true,
