@@ -398,9 +398,12 @@ class Finals:
                 yield this
 
     def _pace(self) -> list[float]:
-        """The pace of all rounds so far: 1 in those that every entry has discarded."""
-        first = min((entry.first for entry in self._entries.values()), default=0)
-        return [1.0] * first + shared_pace([*self._times(self._entries).values()])
+        """The pace of all rounds so far: 1 in those that no entry has which is in the last one."""
+        last = {n: e.first + len(e.samples[self._kind]) for n, e in self._entries.items()}
+        whole = [self._entries[n] for n, end in last.items() if end == max(last.values())]
+        first = min((entry.first for entry in whole), default=0)
+        own = [entry.samples[self._kind] for entry in whole if entry.first == first]
+        return [1.0] * first + shared_pace(own)
 
     def _note(self, strays: Mapping[str, str], rounds: int) -> None:
         for number, differs in list(strays.items())[:1]:

@@ -118,6 +118,15 @@ def test_baselines_alone_are_all_timed_again_if_all_are_noisy():
     assert [done.rows[name].time_us.first_round for name in series] == [3 * ROUNDS] * 2
 
 
+def test_those_near_are_timed_again_beside_one_that_left_if_all_are_noisy():
+    """The far one's rounds are the first five, and no longer those of all the others."""
+    series = {"torch_cudnn": [*NOISY * 4, *[1.0] * 1000], "b": [1.6, *NOISY * 4, *[1.0] * 1000]}
+    done = finals(Card({"unfused": 90.0, "torch_cudnn": 12.0, "b": 12.2}, **series), [])
+    assert {name: done.rows[name].time_us.first_round for name in series} == dict.fromkeys(series, ROUNDS)
+    assert [done.rows[name].status for name in series] == [Status.OK] * 2
+    assert len(done.rows["unfused"].time_us.rounds) == 5
+
+
 def test_what_slows_all_rounds_alike_is_no_reason_to_time_a_baseline_again():
     class Capped(Card):
         def sample(self, name, kind):
