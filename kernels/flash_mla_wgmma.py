@@ -25,8 +25,7 @@ kernel = Family(
         Param(
             "JOIN",
             (0, 1),
-            "1: of a plan's parts of a request the last block to end joins them, and no combine "
-            "stage runs",
+            "1: blocks that are done join a plan's parts of a request, and no combine stage runs",
             absent=0,
         ),
         Param("LSE", (0,), "1: the log-sum-exp of every row goes to the workspace `lse`"),

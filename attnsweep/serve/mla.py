@@ -40,7 +40,10 @@ from attnsweep.serve.runtime.driver import BoundLaunches, DriverError, StridedTe
 
 HEAD_DIM, HEAD_DIM_V, PAGE = 576, 512, 64
 # They won on all six problems of MLA that were recorded on an H200.
-_CONFIG, _PLAN = {"BLOCK_N": 64, "LAG": 1}, 2
+_CONFIG = {"BLOCK_N": 64, "LAG": 1}
+# Joined in one launch calls took 1.3 to 19 % less on an H200 than with a combine stage, on five
+# problems, and 6 % more where one request of 32k keys is among 127 of 1k.
+_IN_PARTS = {"SPLITS": 1, "PLAN": 2, "JOIN": 1}
 _MOST_KINDS = 4096
 _ANY_BLOCKS = 2**24  # pages of a request that a plan takes
 _NAMES = (
@@ -48,11 +51,6 @@ _NAMES = (
     *(_WORKSPACES := ("partial", "partial_lse", "counters")),
 )
 _PLANNED = ("shares", "first_slot")
-# Where requests have at most this many parts on average, the last block of each joins its parts,
-# and no combine stage is launched: 5 % less on an H200 where all have 1k keys. None does yet: where
-# one request of 32k keys is among 127 of 1k, calls took 11 % longer while one SM read its 27 parts,
-# and what blocks do since then, which share them, has not been timed.
-_JOINED = 0
 _empty_like = torch.empty_like
 is_compiling = torch.compiler.is_compiling
 counters: Counter[str] = Counter()
@@ -156,7 +154,7 @@ def _like(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> t
 
 def _of_plan(batch: int, rows: int, index: int) -> tuple[BoundLaunches, list[int]]:
     """The launch of a plan, and the bytes of what it writes."""
-    config = Config({**_CONFIG, "SPLITS": 1, "PLAN": _PLAN, "JOIN": 0, "LSE": 0})
+    config = Config({**_CONFIG, **_IN_PARTS, "JOIN": 0, "LSE": 0})
     problem = _problem(batch, rows, 1, 1, "bf16", causal=True)
     kernel = _kernels(problem, config, index)["plan"]
     names, (*before, blocks, parts, none) = kernel.launch.args[1:3], kernel.launch.args
@@ -464,7 +462,7 @@ def _config(call: _Call, index: int) -> Config:
     splits = max(n for n in (1, 2, 4, 8, 16) if n == 1 or n <= most)
     cut = {"SPLITS": splits, "PLAN": 0, "JOIN": 0}
     if call.shares is not None:
-        cut = {"SPLITS": 1, "PLAN": _PLAN, "JOIN": int(blocks <= _JOINED * batch)}
+        cut = _IN_PARTS
     return Config({**_CONFIG, **cut, "LSE": int(call.lse)})
 
 

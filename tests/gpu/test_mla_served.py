@@ -12,8 +12,6 @@ paged = pytest.importorskip("attnsweep.serve.paged_attention")
 
 from deepseeks import deepseek, near_after_steps  # noqa: E402
 
-from attnsweep.serve.known_calls import KnownCalls  # noqa: E402
-
 PAGE, DIM, VALUE, SCALE = 64, 576, 512, 0.0722
 LENGTHS = ((1, 0, 64, 65, 700, 4096), (4096, 3, 129, 1000, 0, 63))
 
@@ -81,11 +79,8 @@ def test_with_a_plan_and_without_and_replayed_with_other_lengths(heads, rows):
 
 
 @pytest.mark.parametrize(("heads", "rows"), [(16, 1), (16, 4), (128, 1)])
-def test_many_requests_whose_parts_the_last_block_joins(monkeypatch, heads, rows):
+def test_many_requests_whose_parts_are_joined(heads, rows):
     """In one launch: on two streams at the same time and in a graph, always the same bits."""
-    monkeypatch.setattr(mla, "_JOINED", 4)
-    monkeypatch.setattr(mla, "_served", {})
-    monkeypatch.setattr(mla, "_known", KnownCalls())
     cache = Cache(heads, rows, LENGTHS[0] * 8)
     plan = mla.mla_plan(cache.lengths, heads * rows)
     out = cache.call(plan)
