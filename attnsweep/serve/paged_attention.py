@@ -9,7 +9,6 @@ and else by PyTorch behind a gather.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,14 @@ from attnsweep.serve.paged_call import (
     extent,
     understood,
 )
-from attnsweep.serve.paged_launch import arch_of, current_device, is_capturing, name_of, raw_stream
+from attnsweep.serve.paged_launch import (
+    arch_of,
+    current_device,
+    is_capturing,
+    maker,
+    name_of,
+    raw_stream,
+)
 from attnsweep.serve.paged_others import by_others
 from attnsweep.serve.paged_plans import (
     DECODE,
@@ -60,7 +66,7 @@ class Known(NamedTuple):
     plan: Plan
     device: int
     table: torch.Tensor | None
-    of_lse: tuple[int, ...] | None
+    empty_lse: Callable[[], torch.Tensor] | None
     empty: Callable[[], torch.Tensor]  # an output
     extents: tuple[int, int, int, int]  # bytes of q, of both caches, and of an output
 
@@ -270,23 +276,12 @@ def remember(
     own, index = call.table if table is None else None, call.q.device.index or 0
     if own is not None and call.q.is_cuda and is_capturing():
         return  # the table has no values before the graph is replayed
-    sums = call.of_lse if call.lse else None
+    q = given[0]
+    sums = maker(call.of_lse, torch.float32, q.device) if call.lse else None
     of_out = call.q.numel() * call.q.element_size()
     extents = extent(call.q), extent(call.k), extent(call.v), of_out
-    known = Known(plan, index, own, sums, _maker(given[0]), extents)
+    known = Known(plan, index, own, sums, maker(q.shape, q.dtype, q.device), extents)
     known_calls.add(*_kind(numbers, given, metadata, begins), known)
-
-
-def _maker(q: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Makes contiguous tensors like q on its device, which is the current one.
-
-    By what compiled code allocates with, where PyTorch has it: half of what empty_like takes.
-    """
-    like = torch.empty(q.shape, dtype=q.dtype, device="meta")
-    own = getattr(torch._C._dynamo.guards, f"_empty_strided_{q.device.type}", None)
-    if own is None:
-        return functools.partial(torch.empty, q.shape, dtype=q.dtype, device=q.device)
-    return functools.partial(own, tuple(like.shape), like.stride(), q.dtype)
 
 
 def again(
@@ -303,7 +298,7 @@ def again(
     known = known_calls.find(*_kind(numbers, given, metadata, begins))
     if known is None:
         return None
-    plan, index, own_table, of_lse, empty, extents = known
+    plan, index, own_table, empty_lse, empty, extents = known
     if current_device() != index:
         return None
     q, k, v, table, lengths, k_scale, v_scale, sinks, out = given
@@ -321,7 +316,7 @@ def again(
             return None  # check_output looks closer
     if (at_q | at_k | at_v | at_out) & 15:
         return None
-    log_sums = None if of_lse is None else q.new_empty(of_lse, dtype=torch.float32)
+    log_sums = None if empty_lse is None else empty_lse()
     stream = raw_stream(index)
     begins_at = 0 if begins is None else begins.data_ptr()
     addresses = (

@@ -523,7 +523,7 @@ def test_a_call_is_launched_as_its_own_problem_would_be(monkeypatch, label, fami
     assert choice.family == family
     (plans._decoding if family == plans.DECODE else plans._appending)(choice, call_, 0)
     plans._choice.cache_clear()
-    (kernels, maps), own = bound[0], plans._families()[family]
+    (kernels, maps), own = bound[0], plans.families()[family]
     expected = own.launches(choice.config, problem, arch)["fwd"]
     args = kernels[0].launch.args
     assert len(args) == len(expected.args)
