@@ -543,19 +543,14 @@ def _launched(
     return out, lse
 
 
-@torch.library.custom_op("attnsweep::mla_decode", mutates_args=())  # type: ignore[untyped-decorator]
-def _compiled(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    table: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    causal: bool,
-    lse: bool,
-    shares: torch.Tensor | None,
-    first_slot: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out, sums = _answer(_Call(q, cache, table, lengths, scale, causal, lse, shares, first_slot))
+@torch.library.custom_op(  # type: ignore[untyped-decorator]
+    "attnsweep::mla_decode",
+    mutates_args=(),
+    schema="(Tensor q, Tensor cache, Tensor table, Tensor lengths, float scale, bool causal, "
+    "bool lse, Tensor? shares, Tensor? first_slot) -> (Tensor, Tensor)",
+)
+def _compiled(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    out, sums = _answer(_Call(q, *rest))
     return out.contiguous(), q.new_empty(0).float() if sums is None else sums.contiguous()
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -204,8 +204,7 @@ def flash_attn_with_kvcache(
     if numbers is not None and in_parts is not None:
         mla.remember(numbers, in_parts, call, scheduler_metadata)
     elif numbers is not None and qv is None:
-        plan = plan_of(call, scheduler_metadata and config_of(scheduler_metadata.config))
-        remember(numbers, call, given, plan, scheduler_metadata)
+        remember(numbers, call, given, scheduler_metadata)
     return (made, lse) if return_softmax_lse else made
 
 
@@ -217,14 +216,11 @@ def answered(
     metadata: a ScheduleMetadata, or with qv an MlaPlan.
     """
     even = even_of(call)
+    own = even or call
+    to = out.view(own.of_out) if out is not None and out.is_contiguous() else None
+    made, lse = _compiled(*own) if is_compiling() else _answer(own, metadata, to)
     if even is not None:
-        to = None if out is None or not out.is_contiguous() else out.view(even.of_out)
-        made, lse = answered(even, metadata, to)
         made, lse = made.flatten(0, 1), lse.transpose(0, 1).flatten(1) if call.lse else None
-    elif is_compiling():
-        made, lse = _compiled(*call)
-    else:
-        made, lse = _answer(call, metadata, out)
     if out is None:
         return made, lse
     if is_compiling() or made.data_ptr() != out.data_ptr():
@@ -262,11 +258,15 @@ def remember(
     numbers: tuple[Any, ...],
     call: Arguments,
     given: tuple[Any, ...],
-    plan: Plan,
     metadata: Any = None,
     begins: torch.Tensor | None = None,
 ) -> None:
     """Note that calls of this kind are understood: see `again`."""
+    even = even_of(call)
+    if even is not None and call.lse:
+        return  # the log-sum-exps of the even one have another shape
+    call = even or call
+    plan = plan_of(call, metadata and config_of(metadata.config))
     *_, table, lengths, k_scale, v_scale, sinks, out = given
     as_given = lengths is call.lengths and sinks is call.sinks
     both = call.k_scale is None or not (k_scale is None or v_scale is None)
@@ -418,7 +418,7 @@ def _refuse(what: Mapping[str, bool]) -> None:
 def _answer(
     call: Arguments, metadata: Any = None, given: torch.Tensor | None = None
 ) -> tuple[Any, Any]:
-    """The output and its log-sum-exps, of a call that is understood. given: the output, perhaps."""
+    """The output and its log-sum-exps. given: a contiguous output, perhaps."""
     if call.q.is_cuda and current_device() != call.q.device.index:
         with torch.cuda.device(call.q.device):  # its context must be the current one
             return _answer(call, metadata, given)
@@ -436,7 +436,7 @@ def _answer(
     if plan.launches is None or not q.numel():
         counters[plan.why.code] += 1
         return by_others(call)
-    out = q.new_empty(q.shape) if given is None or not given.is_contiguous() else given
+    out = q.new_empty(q.shape) if given is None else given
     lse = q.new_empty(call.of_lse, dtype=torch.float32) if call.lse else None
     index = q.device.index or 0
     stream = raw_stream(index)
@@ -456,28 +456,17 @@ def _answer(
     return out, lse
 
 
-@torch.library.custom_op("attnsweep::flash_attn_with_kvcache", mutates_args=())  # type: ignore[untyped-decorator]
-def _compiled(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: torch.Tensor,
-    table: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    scale: float,
-    softcap: float,
-    sides: Sequence[int],
-    lse: bool,
-    begins: torch.Tensor | None,
-    most_rows: int,
-    qv: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    left, right = sides
-    given = (q, k, v, lengths, table, k_scale, v_scale, sinks, scale, softcap, (left, right), lse)
-    out, log_sums = _answer(Arguments(*given, begins, most_rows, qv))
-    return out.contiguous(), log_sums.contiguous() if lse else q.new_empty(0).float()
+@torch.library.custom_op(  # type: ignore[untyped-decorator]
+    "attnsweep::flash_attn_with_kvcache",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor table, Tensor? k_scale, "
+    "Tensor? v_scale, Tensor? sinks, float scale, float softcap, SymInt[] sides, bool lse, "
+    "Tensor? begins, SymInt most_rows, Tensor? qv) -> (Tensor, Tensor)",
+)
+def _compiled(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = Arguments(q, *rest)
+    out, log_sums = _answer(call._replace(sides=(call.sides[0], call.sides[1])))
+    return out.contiguous(), log_sums.contiguous() if call.lse else q.new_empty(0).float()
 
 
 @_compiled.register_fake  # type: ignore[untyped-decorator]

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from attnsweep.serve.paged_attention import again, answered, even_of, is_compiling, remember
+from attnsweep.serve.paged_attention import again, answered, is_compiling, remember
 from attnsweep.serve.paged_call import FP8, UNMASKED, check_output, check_values, understood
-from attnsweep.serve.paged_plans import plan_of
 
 
 def flash_attn_varlen_func(
@@ -97,9 +96,5 @@ def flash_attn_varlen_func(
         check_values(call)
     made, lse = answered(call, None, out)
     if numbers is not None:
-        even = even_of(call)
-        if even is None:
-            remember(numbers, call, given, plan_of(call), None, cu_seqlens_q)
-        elif not call.lse:  # whose shape is another
-            remember(numbers, even, given, plan_of(even), None, cu_seqlens_q)
+        remember(numbers, call, given, None, cu_seqlens_q)
     return (made, lse) if call.lse else made

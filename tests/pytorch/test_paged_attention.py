@@ -246,8 +246,7 @@ def launches(monkeypatch):
     made = Launches()
     made.planned = []
     plan = paged.Plan(paged.Explanation("a config", "kernel", "", 0.0, None), made)
-    for module in (paged, varlen):
-        monkeypatch.setattr(module, "plan_of", lambda call, config=None: made.planned.append(call) or plan)
+    monkeypatch.setattr(paged, "plan_of", lambda call, config=None: made.planned.append(call) or plan)
     monkeypatch.setattr(paged, "current_device", lambda: 0)
     monkeypatch.setattr(paged, "raw_stream", lambda _: 7)
     monkeypatch.setattr(paged.known_calls, "kinds", ())
