@@ -18,8 +18,8 @@ from typing import Any
 from attnsweep.bench.gpu import Gpu, WorkerError
 from attnsweep.choose import energy
 from attnsweep.choose.baseline_ratio import below_ranking, may_be_base
-from attnsweep.choose.pace import pace_of
-from attnsweep.choose.race import Pair, first_of, in_order, label_of, race, settled_first, time_of
+from attnsweep.choose.pace import pace_of, time_of
+from attnsweep.choose.race import Pair, first_of, in_order, label_of, race, settled_first
 from attnsweep.choose.ranking import EQUIVALENT, middle_ratio, thrift, winner_of
 from attnsweep.choose.rounds import Replay, Round, Rounds, affordable, measured, prepared, together
 from attnsweep.choose.stats import ratio_interval
