@@ -29,16 +29,15 @@ from attnsweep.serve.paged_launch import (
     Kernel,
     arch_of,
     bound,
-    current_device,
     families,
     kernels_of,
     maker,
     name_of,
-    raw_stream,
 )
 from attnsweep.serve.paged_others import by_others
 from attnsweep.serve.runtime.dispatch import Explanation
 from attnsweep.serve.runtime.driver import BoundLaunches, DriverError, StridedTensor
+from attnsweep.serve.runtime.launcher import current_device, raw_stream
 
 HEAD_DIM, HEAD_DIM_V, PAGE = 576, 512, 64
 _FAMILY = "flash_mla_wgmma"

@@ -31,14 +31,7 @@ from attnsweep.serve.paged_call import (
     extent,
     understood,
 )
-from attnsweep.serve.paged_launch import (
-    arch_of,
-    current_device,
-    is_capturing,
-    maker,
-    name_of,
-    raw_stream,
-)
+from attnsweep.serve.paged_launch import arch_of, maker, name_of
 from attnsweep.serve.paged_others import by_others
 from attnsweep.serve.paged_plans import (
     DECODE,
@@ -53,6 +46,7 @@ from attnsweep.serve.paged_plans import (
 )
 from attnsweep.serve.paged_store import with_new_keys
 from attnsweep.serve.runtime.dispatch import Explanation
+from attnsweep.serve.runtime.launcher import current_device, is_capturing, raw_stream
 
 is_compiling = torch.compiler.is_compiling
 
@@ -170,7 +164,8 @@ def flash_attn_with_kvcache(
             if answer is not None:
                 counters["kernel"] += 1
                 return answer if return_softmax_lse else answer[0]
-    _refuse(
+    refuse(
+        "flash_attn_with_kvcache",
         {
             "rotary_cos: rotate q and k before the call": rotary_cos is not None
             or rotary_sin is not None
@@ -183,7 +178,7 @@ def flash_attn_with_kvcache(
             "q_descale: queries are fp16 or bf16": q_descale is not None,
             "attention_chunk": bool(attention_chunk),
             "sm_margin": bool(sm_margin),
-        }
+        },
     )
     if cu_seqlens_q is None and max_seqlen_q is not None and max_seqlen_q < q.shape[1]:
         raise ValueError(f"max_seqlen_q is {max_seqlen_q}, and q has {q.shape[1]} rows")
@@ -408,11 +403,11 @@ def _fits(metadata: ScheduleMetadata, call: Arguments) -> None:
             )
 
 
-def _refuse(what: Mapping[str, bool]) -> None:
-    """Raise NotImplementedError for the first argument that is not served."""
+def refuse(function: str, what: Mapping[str, bool]) -> None:
+    """Raise NotImplementedError for the first argument that is given and not served."""
     for said, given in what.items():
         if given:
-            raise NotImplementedError(f"flash_attn_with_kvcache has no {said}")
+            raise NotImplementedError(f"{function} has no {said}")
 
 
 def _answer(

@@ -21,16 +21,12 @@ from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, Family, Launch
 from attnsweep.serve.runtime.driver import BoundLaunches, Device, StridedTensor, cuda_driver
+from attnsweep.serve.runtime.launcher import is_capturing
 
 # Graphs whose workspaces are kept: one is in use until its capture ends.
 _MOST_CAPTURES = 8
 _devices: dict[int, Device] = {}
 _lock = threading.Lock()
-current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
-is_capturing = getattr(
-    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
-)
 
 
 class Kernel(NamedTuple):

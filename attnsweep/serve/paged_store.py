@@ -11,8 +11,9 @@ from attnsweep.core.files import shipped
 from attnsweep.core.problem import ceil_div
 from attnsweep.family.family import Launch
 from attnsweep.serve.paged_call import Arguments
-from attnsweep.serve.paged_launch import Kernel, bound, raw_stream
+from attnsweep.serve.paged_launch import Kernel, bound
 from attnsweep.serve.runtime.driver import BoundLaunches
+from attnsweep.serve.runtime.launcher import raw_stream
 
 _SOURCE = "common/store_in_pages.cu"
 _NAMES = ("new_k", "new_v", "k", "v", "seqused_k", "block_table", "lengths")
