@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import shutil
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -32,13 +33,15 @@ from setting import console, described, options, rebuild, recorded, write
 import attnsweep
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.bench.worker import Worker
-from attnsweep.choose.stats import proportion_interval
 from attnsweep.compile.launches import Candidate, CompiledStage
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.hardware import arch_named
 from attnsweep.core.trial import Environment
 from attnsweep.regress.ab_test import Ended, compare
 from attnsweep.regress.verdicts import Verdict
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
+from proportions import proportion_interval
 
 SOURCE = Path(__file__).with_name("burn.cu")
 RUNS = (

@@ -8,6 +8,7 @@ holds the counts, and for each measure the largest share of its limit that a rig
 from __future__ import annotations
 
 import random
+import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -18,7 +19,9 @@ from setting import builds, console, described, label_of, options, spec_of, writ
 from attnsweep import Status
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.bench.worker import Worker
-from attnsweep.choose.stats import proportion_interval
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
+from proportions import proportion_interval
 
 # One problem of each kind of maths, and the families that a user would run on it.
 SPECS = (

@@ -20,6 +20,7 @@ import json
 import math
 import random
 import statistics
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,9 +35,11 @@ import yaml
 from setting import RESULTS, console, options, recorded_on, write
 
 from attnsweep import Problem, Run, Status, Trial, open_run, rank
-from attnsweep.choose.finals import select
 from attnsweep.core.trial import Measurement
 from attnsweep.specs.load import SweepSpec
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
+from selecting import select
 
 # A race's replay lasts 300 µs and a finals' about 1 ms: of short calls it averages fewer.
 RACE_NOISE = math.sqrt(1000 / 300)

@@ -6,16 +6,20 @@ Claims and pages call these by name. All take recorded rows; times are microseco
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from records import Book, Row
 
 from attnsweep import Problem
-from attnsweep.choose.stats import proportion_interval
 from attnsweep.core.hardware import arch_named
 from attnsweep.core.trial import Environment
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
+from proportions import proportion_interval
 
 __all__ = [
     "at_least",

@@ -63,8 +63,7 @@ def build(torch: Any, cudnn: Any, problem: Problem, stream: int, layout: str) ->
     Packed sequences are ragged tensors of a batch of them: (tokens, heads, head_dim), and bshd.
     Raises what cuDNN raises if none of its engines does the problem.
     """
-    kind = {"fp16": "HALF", "bf16": "BFLOAT16"}[problem.dtype]
-    made = _Graph(torch, cudnn, problem, stream, layout, getattr(cudnn.data_type, kind))
+    made = _Graph(torch, cudnn, problem, stream, layout)
     out, _ = made.graph.sdpa(
         **made.options(),
         generate_stats=False,
@@ -97,8 +96,7 @@ def build_backward(
     All that they take is in the call. Raises what cuDNN raises if none of its engines does the
     problem.
     """
-    kind = {"fp16": "HALF", "bf16": "BFLOAT16"}[problem.dtype]
-    made = _Graph(torch, cudnn, problem, stream, layout, getattr(cudnn.data_type, kind))
+    made = _Graph(torch, cudnn, problem, stream, layout)
     batch, heads, rows = problem.shape_of("lse")
     outs = made.graph.sdpa_backward(
         **made.options(),
@@ -149,11 +147,10 @@ def _aligned_last(problem: Problem) -> bool:
 class _Graph:
     """A graph with the inputs q, k and v, and how it is planned and executed."""
 
-    def __init__(
-        self, torch: Any, cudnn: Any, problem: Problem, stream: int, layout: str, io: Any
-    ) -> None:
-        self._torch, self._cudnn, self._problem = torch, cudnn, problem
-        self._layout, self.io = layout, io
+    def __init__(self, torch: Any, cudnn: Any, problem: Problem, stream: int, layout: str) -> None:
+        self._torch, self._cudnn, self._problem, self._layout = torch, cudnn, problem, layout
+        kind = {"fp16": "HALF", "bf16": "BFLOAT16"}.get(problem.dtype, "FP8_E4M3")
+        self.io = io = getattr(cudnn.data_type, kind)
         self.shape = problem.shape_of(problem.outputs[0])
         self.strides = strides(self.shape, layout)
         self.handle = cudnn.create_handle()

@@ -60,7 +60,7 @@ def build_fp8(
     what cuDNN raises if none of its engines does the problem, or writes o so.
     """
     fp32 = cudnn.data_type.FLOAT
-    made = _Graph(torch, cudnn, problem, stream, layout, cudnn.data_type.FP8_E4M3)
+    made = _Graph(torch, cudnn, problem, stream, layout)
     scales = {
         name: made.graph.tensor(
             name=name, dim=[1, 1, 1, 1], stride=[1, 1, 1, 1], data_type=fp32, uid=uid
@@ -125,14 +125,9 @@ def flash_3(torch: Any, attention: Callable[[], Any], problem: Problem, *, spare
     def quantise(*inputs: Any) -> tuple[Any, ...]:
         tensors, descales = [], []
         for x in inputs:
-            x = x.transpose(1, 2)
-            batch, _, heads, _ = x.shape
-            largest = x.abs().float().amax(dim=(1, 3)).view(batch, problem.heads_kv, -1)
-            descale = (largest.amax(dim=2) / _E4M3_MAX).clamp(min=1e-12)
-            each = descale.repeat_interleave(heads // problem.heads_kv, dim=1)
-            stored = x.float() / each[:, None, :, None]
-            tensors.append(stored.to(torch.float8_e4m3fn).contiguous())
-            descales.append(descale.contiguous())
+            stored, descale = quantised(torch, x.transpose(1, 2), problem.heads_kv)
+            tensors.append(stored.contiguous())
+            descales.append(descale)
         return (*tensors, *descales)
 
     def lay_out(*inputs: Any) -> tuple[Any, ...]:
@@ -144,6 +139,16 @@ def flash_3(torch: Any, attention: Callable[[], Any], problem: Problem, *, spare
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     return Way(forward, lay_out if problem.scales else quantise, spare)
+
+
+def quantised(torch: Any, x: Any, heads_kv: int) -> tuple[Any, Any]:
+    """(batch, seqlen, heads, head_dim) in e4m3, and its scales (batch, heads_kv), contiguous."""
+    batch, _, heads, _ = x.shape
+    largest = x.abs().float().amax(dim=(1, 3)).view(batch, heads_kv, -1)
+    descale = (largest.amax(dim=2) / _E4M3_MAX).clamp(min=1e-12)
+    each = descale.repeat_interleave(heads // heads_kv, dim=1)
+    stored = (x.float() / each[:, None, :, None]).to(torch.float8_e4m3fn)
+    return stored, descale.contiguous()
 
 
 def own_bf16(torch: Any, problem: Problem, session: CudaSession) -> list[Way]:

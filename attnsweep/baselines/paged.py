@@ -17,6 +17,7 @@ import numpy as np
 
 from attnsweep.baselines.backend import Builder, Unavailable, Way
 from attnsweep.baselines.flash import FLASH_3, changes, has_wide_values, installed, loaded, window
+from attnsweep.baselines.fp8 import quantised
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.hardware import arch_named
 from attnsweep.core.layouts import Paged
@@ -25,8 +26,6 @@ from attnsweep.core.user_code import type_of
 
 if TYPE_CHECKING:
     from attnsweep.device.cuda import CudaSession
-
-_E4M3_MAX = 448.0
 
 
 def flash_3(*, ready: bool = False, fp8: bool = False) -> Builder:
@@ -74,12 +73,8 @@ def flash_3(*, ready: bool = False, fp8: bool = False) -> Builder:
                 return (parts[0], keys[..., of_v:], keys[..., :of_v], parts[1])
             if not fp8:
                 return (q, *pages)
-            batch, _, heads, _ = q.shape
-            largest = q.abs().float().amax(dim=(1, 3)).view(batch, problem.heads_kv, -1)
-            descale = (largest.amax(dim=2) / _E4M3_MAX).clamp(min=1e-12)
-            each = descale.repeat_interleave(heads // problem.heads_kv, dim=1)
-            stored = (q.float() / each[:, None, :, None]).to(torch.float8_e4m3fn)
-            return (stored, *pages, descale.contiguous(), *scales)
+            stored, descale = quantised(torch, q, problem.heads_kv)
+            return (stored, *pages, descale, *scales)
 
         def forward(q: Any, k: Any, v: Any, *more: Any) -> Any:
             names = ("qv",) if in_key else ("q_descale", "k_descale", "v_descale")

@@ -18,8 +18,8 @@ from typing import Any
 from attnsweep.bench.gpu import Gpu, WorkerError
 from attnsweep.choose import energy
 from attnsweep.choose.baseline_ratio import below_ranking, may_be_base
-from attnsweep.choose.pace import pace_of
-from attnsweep.choose.race import Pair, first_of, in_order, label_of, race, settled_first, time_of
+from attnsweep.choose.pace import pace_of, time_of
+from attnsweep.choose.race import Pair, first_of, in_order, label_of, settled_first
 from attnsweep.choose.ranking import EQUIVALENT, middle_ratio, thrift, winner_of
 from attnsweep.choose.rounds import Replay, Round, Rounds, affordable, measured, prepared, together
 from attnsweep.choose.stats import ratio_interval
@@ -28,7 +28,6 @@ from attnsweep.core.long_problems import is_long
 from attnsweep.core.observer import Observer
 from attnsweep.core.trial import OURS, Accuracy, Measurement, Status, Trial
 from attnsweep.device.energy import Stretch
-from attnsweep.specs.load import SweepSpec
 from attnsweep.specs.model import MeasureSpec
 
 # At least this many of each family enter the finals, so that each family's best is measured well.
@@ -450,23 +449,6 @@ class Finals:
         found = {"accuracy": error.payload} if isinstance(error.payload, Accuracy) else {}
         facts = {"status": error.status, "detail": f"while timing: {error.detail}", **found}
         self._put(trial.with_(**facts))
-
-
-def select(checked: Sequence[Pair], spec: SweepSpec, gpu: Gpu) -> list[Trial]:
-    """The race and the finals of candidates with first times, without baselines.
-
-    Returns a row for each of `checked`, for `rank`.
-    """
-    rows = {trial.key: trial for _, trial in checked}
-
-    def put(row: Trial) -> None:
-        rows[row.key] = row
-
-    observer = Observer()
-    raced = race(checked, spec, gpu, put=put, observer=observer)
-    how: dict[str, Any] = {"seed": spec.search.seed, "put": put, "keep": put}
-    Finals(spec.measure, gpu, **how, observer=observer).run(raced, [])
-    return list(rows.values())
 
 
 def finalists_of(raced: Sequence[Pair], asked: int) -> list[Pair]:

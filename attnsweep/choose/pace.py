@@ -29,6 +29,11 @@ def session(trial: Trial) -> tuple[object, ...]:
     return (trial.recorded, trial.recorded_on, time_kind(trial))
 
 
+def time_of(trial: Trial) -> float:
+    """The trial's median in microseconds; infinite without a time."""
+    return trial.time_us.median if trial.time_us is not None else math.inf
+
+
 def rounds_of(trial: Trial) -> list[float]:
     """A trial's times, one for each round; empty if it was in none."""
     return trial.time_us.rounds if trial.time_us is not None else []
@@ -103,7 +108,7 @@ def rounds_at_pace(trial: Trial, pace: Sequence[float]) -> list[float]:
 
 
 def _of_session(rows: Sequence[Trial]) -> dict[int, float]:
-    us = {id(t): t.time_us.median if t.time_us is not None else math.inf for t in rows}
+    us = {id(t): time_of(t) for t in rows}
     timed = [t for t in rows if rounds_of(t)]
     count = max(map(last_round, timed), default=0)
     whole = [rounds_of(t) for t in timed if len(rounds_of(t)) == count]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attnsweep.bench.gpu import Gpu, WorkerError
-from attnsweep.choose.pace import pace_of
+from attnsweep.choose.pace import pace_of, time_of
 from attnsweep.choose.rounds import Rounds, measured
 from attnsweep.choose.stats import Race
 from attnsweep.compile.candidate import Build
@@ -57,11 +57,6 @@ def race_entry(spec: SweepSpec) -> float:
 def label_of(build: Build) -> str:
     """The name of a candidate in a race and in the rounds."""
     return f"{build.kernel.name} {build.config.label}"
-
-
-def time_of(trial: Trial) -> float:
-    """The trial's median in microseconds; infinite without a time."""
-    return trial.time_us.median if trial.time_us else math.inf
 
 
 def first_of(trial: Trial) -> float:

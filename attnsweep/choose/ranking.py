@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnsweep.choose.baseline_ratio import below_ranking, common_rounds, fastest_baseline
 from attnsweep.choose.columns import COLUMNS, WHOLE, ProblemContext, Row, named
-from attnsweep.choose.pace import at_pace, last_round, rounds_of, session, time_kind
+from attnsweep.choose.pace import at_pace, last_round, rounds_of, session, time_kind, time_of
 from attnsweep.choose.stats import ratio_interval
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Environment, Measurement, Status, Trial, unsound
@@ -148,10 +148,6 @@ def _sorted(trials: Sequence[Trial], key: Callable[[Trial], Any]) -> list[Trial]
     return out
 
 
-def _median(trial: Trial) -> float:
-    return trial.time_us.median if trial.time_us is not None else math.inf
-
-
 def _paired(trial: Trial, leader: Trial) -> tuple[list[float], list[float]]:
     """The common rounds of two rows, if both were in the last ones; otherwise none."""
     own, other = common_rounds(trial, leader)
@@ -171,7 +167,7 @@ def middle_ratio(times: Sequence[float], others: Sequence[float]) -> float:
 
 def _equally_good(trials: Sequence[Trial]) -> list[Trial]:
     """The candidates of a shared rank that rounds do not show slower than its fastest."""
-    best = _sorted(trials, _median)[0]
+    best = _sorted(trials, time_of)[0]
     good = [best]
     for trial in trials:
         own, other = _paired(trial, best)
@@ -252,7 +248,7 @@ def _ranked(
     first = None if _all_noisy(trials, good) else next(filter(None, ours), None)
     winner = None if first is None else min(_equally_good(first), key=thrift)
     groups = [
-        _sorted(group, lambda t: (t is not winner, _median(t))) if group[1:] else group
+        _sorted(group, lambda t: (t is not winner, time_of(t))) if group[1:] else group
         for group in groups
     ]
     return [[own[id(t)] for t in group] for group in groups], winner and own[id(winner)]
@@ -273,7 +269,7 @@ def rank_problem(problem: Problem, members: Members, environment: Environment | 
     for group in groups:
         place = len(places) + 1
         places += [(t, (place, len(group) > 1, t is winner)) for t in group]
-    below = _sorted([t for t in right if below_ranking(t) is not None], _median)
+    below = _sorted([t for t in right if below_ranking(t) is not None], time_of)
     verdicts |= {id(t): (Status.OK, below_ranking(t)) for t in below}
     rest = [t for t in trials if verdicts[id(t)][0] is not Status.OK]
     rest = _sorted(rest, lambda t: _AFTER.index(verdicts[id(t)][0]))

@@ -497,9 +497,7 @@ class Paged(_OfItems):
                 found = {"cache_dtype": other}
             elif isinstance(other, str) and _LENGTHS.fullmatch(other):
                 found = {"lengths": _of_groups(other)}
-            elif isinstance(other, str) and (
-                match := re.fullmatch(r"(shared|seed)(\d{1,18})", other)
-            ):
+            elif isinstance(other, str) and (match := _NUMBERED.fullmatch(other)):
                 found = {match[1]: int(match[2])}
             if not found or own.keys() & found:
                 raise ProblemError(f"{other!r} is no part of a paged cache", hint=_HOW_PAGED)
@@ -561,8 +559,8 @@ def of_facts(facts: Mapping[str, Any]) -> Layout:
     if paged is not None and padding is None and packed is None:
         return Paged.of(paged, cache_dtype)
     if paged is not None or cache_dtype is not None:
-        what = "a paged cache has no padding or packing beside it" if paged else "cache_dtype is "
-        raise ProblemError(what if paged else f"{what}of a paged cache", hint=_HOW_PAGED)
+        beside = "a paged cache has no padding or packing beside it"
+        raise ProblemError(beside if paged else "cache_dtype is of a paged cache", hint=_HOW_PAGED)
     if packed is not None:
         if padding is not None or not isinstance(packed, list | tuple) or len(packed) > 3:
             what = f"packed is [SEQUENCES, PERCENT], without padding, not {packed!r}"

@@ -112,13 +112,11 @@ def families_at(path: Path) -> list[Family]:
     return [load_kernel(each) for each in declarations(path)]
 
 
-def row_of_today(families: Mapping[str, Family], row: Trial) -> Trial:
-    """A recorded row with its config as Family.of_today says it, if its family is among these."""
-    return rows_of_today(families)(row)
-
-
 def rows_of_today(families: Mapping[str, Family]) -> Callable[[Trial], Trial]:
-    """A function that applies `row_of_today` to many rows, and converts each config once."""
+    """Gives a recorded row its config as Family.of_today says it, if its family is among these.
+
+    Each config is converted once.
+    """
     known: dict[tuple[str, int], tuple[dict[str, Value], dict[str, Value] | None]] = {}
 
     def of_today(row: Trial) -> Trial:

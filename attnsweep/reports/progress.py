@@ -27,6 +27,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from attnsweep.choose.pace import time_of
 from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Environment, Status, Trial
@@ -153,7 +154,7 @@ class _Watched(Observer):
             return
         self.eta.tried(trial.key, kept=kept)
         timed = trial.time_us is not None and trial.status is Status.OK
-        if timed and (self.best is None or _median(trial) <= _median(self.best)):
+        if timed and (self.best is None or time_of(trial) <= time_of(self.best)):
             self.best = trial
         if trial.key not in self.done:
             first = trial.key not in self._seen
@@ -196,7 +197,7 @@ class _Watched(Observer):
     @property
     def summary(self) -> str:
         """`best 7.50 µs flash  1 failed`, without what is unknown."""
-        best = f"best {_median(self.best):.2f} µs {self.best.kernel}" if self.best else ""
+        best = f"best {time_of(self.best):.2f} µs {self.best.kernel}" if self.best else ""
         failed = f"{self.failed} failed" if self.failed else ""
         return "  ".join(filter(None, (best, failed)))
 
@@ -209,10 +210,6 @@ def _row(trial: Trial) -> str:
     why = (trial.detail or "").partition("\n")[0]
     words = (f"  {name}", config, trial.status.value, time_us, why)
     return "  ".join(word for word in words if word)
-
-
-def _median(trial: Trial) -> float:
-    return trial.time_us.median if trial.time_us else float("inf")
 
 
 class _Bars(_Watched):
@@ -389,7 +386,7 @@ class _JsonLines(_Watched):
             total=total,
             compiled=self.ready,
             failed=self.failed,
-            best_us=_median(best) if best else None,
+            best_us=time_of(best) if best else None,
             best_kernel=best.kernel if best else None,
             best_config=dict(best.config) if best else None,
             left_s=None if left is None else round(left.seconds, 1),

@@ -24,7 +24,7 @@ from typing import Any
 
 from attnsweep import __version__
 from attnsweep.choose.baseline_ratio import common_rounds
-from attnsweep.choose.pace import label_of_row
+from attnsweep.choose.pace import label_of_row, time_of
 from attnsweep.choose.ranking import rank
 from attnsweep.choose.stats import ratio_interval
 from attnsweep.compile.nvrtc import Compiler
@@ -49,7 +49,6 @@ from attnsweep.serve.export_code import (
     kind_of_mask,
     order_of,
     source_digest,
-    time_of,
     why_not_today,
 )
 from attnsweep.serve.package_kernels import (

@@ -68,11 +68,6 @@ def config_of(trial: Trial, family: Family) -> Config:
     return Config(own | ({"LSE": 0} if trial.problem.op == FORWARD else {}))
 
 
-def time_of(trial: Trial) -> float:
-    """Microseconds of a trial, or infinity if it was not timed."""
-    return trial.time_us.median if trial.time_us is not None else float("inf")
-
-
 def is_one_call(trial: Trial, family: Family) -> bool:
     """Whether the time of a row is that of one launch for a whole call, of today's parameters."""
     whole = trial.time_us is not None and trial.schedule.get("chunks", 1) == 1

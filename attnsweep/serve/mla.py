@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,8 +21,7 @@ from attnsweep.core.errors import AttnsweepError
 from attnsweep.core.layouts import Paged
 from attnsweep.core.masks import CAUSAL, FULL
 from attnsweep.core.problem import LOG2E, Problem
-from attnsweep.family.discover import discover
-from attnsweep.family.family import Config, Family
+from attnsweep.family.family import Config
 from attnsweep.serve.known_calls import KnownCalls
 from attnsweep.serve.paged_call import DTYPES, Arguments
 from attnsweep.serve.paged_launch import (
@@ -30,15 +29,18 @@ from attnsweep.serve.paged_launch import (
     Kernel,
     arch_of,
     bound,
-    current_device,
+    families,
+    kernels_of,
+    maker,
     name_of,
-    raw_stream,
 )
 from attnsweep.serve.paged_others import by_others
 from attnsweep.serve.runtime.dispatch import Explanation
 from attnsweep.serve.runtime.driver import BoundLaunches, DriverError, StridedTensor
+from attnsweep.serve.runtime.launcher import current_device, raw_stream
 
 HEAD_DIM, HEAD_DIM_V, PAGE = 576, 512, 64
+_FAMILY = "flash_mla_wgmma"
 # They won on all six problems of MLA that were recorded on an H200.
 _CONFIG = {"BLOCK_N": 64, "LAG": 1}
 # Joined in one launch calls took 1.3 to 19 % less on an H200 than with a combine stage, on five
@@ -51,7 +53,7 @@ _NAMES = (
     *(_WORKSPACES := ("partial", "partial_lse", "counters")),
 )
 _PLANNED = ("shares", "first_slot")
-_empty_like = torch.empty_like
+_Maker = Callable[[], torch.Tensor]
 is_compiling = torch.compiler.is_compiling
 counters: Counter[str] = Counter()
 """Calls of mla_decode by what served them: `kernel`, or why another did."""
@@ -88,24 +90,19 @@ class _Call(NamedTuple):
 
 
 class _Served(NamedTuple):
-    """Launches of calls of a kind, or why there are none; and tensors like theirs, see _like."""
+    """Launches of calls of a kind, or why there are none; and what makes their outputs."""
 
     why: Explanation
     launches: BoundLaunches | None = None
     device: int = 0
-    out: torch.Tensor | None = None
-    lse: torch.Tensor | None = None
+    out: _Maker | None = None
+    lse: _Maker | None = None
     kept: Kept = Kept(_WORKSPACES, {})
 
 
 _known: KnownCalls[_Served] = KnownCalls()
 # The same of calls with qv, and whether q and qv are parts of the same rows.
 _known_in_parts: KnownCalls[tuple[_Served, bool]] = KnownCalls()
-
-
-@functools.cache
-def _family() -> Family:
-    return discover()["flash_mla_wgmma"]
 
 
 def mla_plan(cache_seqlens: torch.Tensor, rows: int) -> MlaPlan | None:
@@ -124,45 +121,31 @@ def mla_plan(cache_seqlens: torch.Tensor, rows: int) -> MlaPlan | None:
     if current_device() != index:
         with torch.cuda.device(index):  # its context must be the current one
             return mla_plan(cache_seqlens, rows)
-    known = _plans.get(key := (batch, rows, index))
-    if known is None:
-        try:
-            launches, sizes = _of_plan(*key)
-        except (AttnsweepError, DriverError, OSError):
-            return None
-        if len(_plans) >= _MOST_KINDS:
-            _plans.clear()
-        shares, first_slot = (_like(cache_seqlens, (size // 4,), torch.int32) for size in sizes)
-        known = _plans[key] = launches, shares, first_slot
-    launches, *likes = known
-    shares, first_slot = map(_empty_like, likes)
+    try:
+        launches, of_shares, of_slots = _of_plan(batch, rows, cache_seqlens.device)
+    except (AttnsweepError, DriverError, OSError):
+        return None
+    shares, first_slot = of_shares(), of_slots()
     planned = (shares.data_ptr(), first_slot.data_ptr())
     own = (0, 0, 0, 0, 0, cache_seqlens.data_ptr(), 0, *planned, 0, 0, 0)
     launches.issue(own, raw_stream(index))
     return MlaPlan(shares, first_slot, rows)
 
 
-_plans: dict[tuple[int, int, int], tuple[BoundLaunches, torch.Tensor, torch.Tensor]] = {}
-
-
-def _like(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of a shape, without memory: empty_like of it takes half the time of new_empty."""
-    made = tensor.new_empty(shape, dtype=dtype)
-    made.untyped_storage().resize_(0)
-    return made
-
-
-def _of_plan(batch: int, rows: int, index: int) -> tuple[BoundLaunches, list[int]]:
-    """The launch of a plan, and the bytes of what it writes."""
+@functools.lru_cache(maxsize=_MOST_KINDS)
+def _of_plan(batch: int, rows: int, device: torch.device) -> tuple[BoundLaunches, _Maker, _Maker]:
+    """The launch of a plan, and what makes the tensors that it writes."""
+    index = device.index or 0
     config = Config({**_CONFIG, **_IN_PARTS, "JOIN": 0, "LSE": 0})
     problem = _problem(batch, rows, 1, 1, "bf16", causal=True)
     kernel = _kernels(problem, config, index)["plan"]
     names, (*before, blocks, parts, none) = kernel.launch.args[1:3], kernel.launch.args
     assert (blocks, none) == (1, 0)
     launch = replace(kernel.launch, args=(*before, _ANY_BLOCKS, parts, none))
-    spaces = _family().workspace_of(config, problem)
+    spaces = families()[_FAMILY].workspace_of(config, problem)
     kernel = _named(kernel._replace(launch=launch), names)
-    return bound([kernel], index, _NAMES), [spaces[str(name)] for name in names]
+    shares, slots = (maker((spaces[str(name)] // 4,), torch.int32, device) for name in names)
+    return bound([kernel], index, _NAMES), shares, slots
 
 
 def _problem(
@@ -177,13 +160,10 @@ def _problem(
 
 def _kernels(problem: Problem, config: Config, index: int) -> dict[str, Kernel]:
     """The kernels of a config by stage. Raises an AttnsweepError where it cannot run."""
-    family, arch = _family(), arch_of(index)
+    family, arch = families()[_FAMILY], arch_of(index)
     if (why := family.refusal(problem, arch)) is not None:
         raise AttnsweepError(why)
-    return {
-        stage: Kernel(launch, family.source, family.stages[stage].defines(config, problem, launch))
-        for stage, launch in family.launches(config, problem, arch).items()
-    }
+    return kernels_of(family, config, problem, arch)
 
 
 def _named(kernel: Kernel, planned: Any) -> Kernel:
@@ -253,7 +233,7 @@ def of_latent(call: Arguments, plan: MlaPlan | None = None) -> _Call | Explanati
     if sizes != (PAGE, HEAD_DIM - HEAD_DIM_V, HEAD_DIM_V):
         what = f"pages of {sizes[0]} keys of {sizes[1]} and {sizes[2]} columns"
         own = f"{PAGE} of {HEAD_DIM - HEAD_DIM_V} and {HEAD_DIM_V}"
-        return _without("not_served", f"{what}: the kernel takes {own}")
+        return Explanation(None, "not_served", f"{what}: the kernel takes {own}")
     for what, given in (
         ("queries that are packed unevenly", call.begins is not None),
         (f"a cache of {k.dtype}", k.dtype != q.dtype),
@@ -263,11 +243,13 @@ def of_latent(call: Arguments, plan: MlaPlan | None = None) -> _Call | Explanati
         (f"scale {call.scale}", not 0 < call.scale < math.inf),
     ):
         if given:
-            return _without("not_served", f"the kernel has no {what}")
+            return Explanation(None, "not_served", f"the kernel has no {what}")
     cache = _in_one_row(v[:, :, 0], k[:, :, 0])
     if cache is None or not _are_whole(cache):
-        return _without(
-            "layout", "v_cache and k_cache are no rows of one tensor: views of 512 and 64 columns"
+        return Explanation(
+            None,
+            "layout",
+            "v_cache and k_cache are no rows of one tensor: views of 512 and 64 columns",
         )
     rows = _joined(qv, q)
     rows = torch.cat((qv, q), -1) if rows is None else rows
@@ -414,10 +396,6 @@ def _with_plan(call: _Call, plan: Any) -> _Call:
 _served: dict[tuple[Any, ...], _Served] = {}
 
 
-def _without(code: str, reason: str) -> Explanation:
-    return Explanation(None, code, reason, 0.0, None)
-
-
 def _serving(call: _Call) -> _Served:
     """What serves calls of this kind, found now or before."""
     served = _served.get(kind := call.kind)
@@ -431,25 +409,25 @@ def _serving(call: _Call) -> _Served:
 def _made(call: _Call) -> _Served:
     """The launches of calls of this kind."""
     if not call.q.numel():
-        return _Served(_without("empty", f"q is {tuple(call.q.shape)}"))
+        return _Served(Explanation(None, "empty", f"q is {tuple(call.q.shape)}"))
     if not call.q.is_cuda:
-        return _Served(_without("device", f"q is on {call.q.device}"))
+        return _Served(Explanation(None, "device", f"q is on {call.q.device}"))
     page, slot, _ = call.cache.stride()
     if page % 8 or slot % 8:  # a copy has rows at multiples of 16 bytes
         what = f"the cache has strides {call.cache.stride()}: no multiples of 16 bytes"
-        return _Served(_without("layout", what))
+        return _Served(Explanation(None, "layout", what))
     index = call.q.device.index or 0
     try:
         config = _config(call, index)
         kernels, spaces = _of_call(call, config, index)
         launches = bound(kernels, index, _NAMES, _in_maps(call))
     except (AttnsweepError, DriverError, OSError) as error:
-        return _Served(_without("not_served", str(error).splitlines()[0]))
-    label = f"{_family().name} {config.label}"
+        return _Served(Explanation(None, "not_served", str(error).splitlines()[0]))
+    label = f"{_FAMILY} {config.label}"
     why = Explanation(label, "kernel", "keys are values too", 0.0, name_of(index))
     q, (batch, queries, heads, _) = call.q, call.q.shape
-    out = _like(q, (batch, queries, heads, HEAD_DIM_V), q.dtype)
-    lse = _like(q, (batch, heads, queries), torch.float32) if call.lse else None
+    out = maker((batch, queries, heads, HEAD_DIM_V), q.dtype, q.device)
+    lse = maker((batch, heads, queries), torch.float32, q.device) if call.lse else None
     kept = Kept(_WORKSPACES, {name: spaces[name] for name in _WORKSPACES if name in spaces})
     return _Served(why, launches, index, out, lse, kept)
 
@@ -476,12 +454,8 @@ def _of_call(call: _Call, config: Config, index: int) -> tuple[list[Kernel], Map
         kernels = {name: _named(each, plan.launch.args[1:3]) for name, each in kernels.items()}
     of_rows = (rows, heads, queries, heads)
     of_fwd = (*of_rows, blocks, call.table.stride(0), call.scale * LOG2E)
-    made = []
-    for name, kernel in kernels.items():
-        numbers = of_fwd if name == "fwd" else of_rows
-        args = (*kernel.launch.args[: -len(numbers)], *numbers)
-        made.append(kernel._replace(launch=replace(kernel.launch, args=args)))
-    return made, _family().workspace_of(config, problem)
+    made = [each.ending(of_fwd if name == "fwd" else of_rows) for name, each in kernels.items()]
+    return made, families()[_FAMILY].workspace_of(config, problem)
 
 
 def _in_maps(call: _Call) -> dict[str, StridedTensor]:
@@ -536,7 +510,7 @@ def _by_kernel(call: _Call) -> tuple[torch.Tensor, torch.Tensor | None] | Explan
     own = (call.q, call.cache, call.table, call.lengths, call.shares, call.first_slot)
     made = _launched(served, *own)
     why = "q or the cache does not begin at a multiple of 16 bytes"
-    return _without("layout", why) if made is None else made
+    return Explanation(None, "layout", why) if made is None else made
 
 
 def _launched(
@@ -552,8 +526,8 @@ def _launched(
     at_q, at_k, index = q.data_ptr(), cache.data_ptr(), served.device
     if (at_q | at_k) & 15 or current_device() != index:
         return None
-    out = _empty_like(served.out)
-    lse = None if served.lse is None else _empty_like(served.lse)
+    out = served.out()  # type: ignore[misc]
+    lse = None if served.lse is None else served.lse()
     stream = raw_stream(index)
     addresses = (
         *(at_q, at_k, at_k, out.data_ptr(), table.data_ptr(), lengths.data_ptr()),
@@ -566,19 +540,14 @@ def _launched(
     return out, lse
 
 
-@torch.library.custom_op("attnsweep::mla_decode", mutates_args=())  # type: ignore[untyped-decorator]
-def _compiled(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    table: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    causal: bool,
-    lse: bool,
-    shares: torch.Tensor | None,
-    first_slot: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out, sums = _answer(_Call(q, cache, table, lengths, scale, causal, lse, shares, first_slot))
+@torch.library.custom_op(  # type: ignore[untyped-decorator]
+    "attnsweep::mla_decode",
+    mutates_args=(),
+    schema="(Tensor q, Tensor cache, Tensor table, Tensor lengths, float scale, bool causal, "
+    "bool lse, Tensor? shares, Tensor? first_slot) -> (Tensor, Tensor)",
+)
+def _compiled(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    out, sums = _answer(_Call(q, *rest))
     return out.contiguous(), q.new_empty(0).float() if sums is None else sums.contiguous()
 
 

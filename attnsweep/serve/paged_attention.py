@@ -9,10 +9,9 @@ and else by PyTorch behind a gather.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ from attnsweep.serve.paged_call import (
     extent,
     understood,
 )
-from attnsweep.serve.paged_launch import arch_of, current_device, is_capturing, name_of, raw_stream
+from attnsweep.serve.paged_launch import arch_of, maker, name_of
 from attnsweep.serve.paged_others import by_others
 from attnsweep.serve.paged_plans import (
     DECODE,
@@ -47,6 +46,7 @@ from attnsweep.serve.paged_plans import (
 )
 from attnsweep.serve.paged_store import with_new_keys
 from attnsweep.serve.runtime.dispatch import Explanation
+from attnsweep.serve.runtime.launcher import current_device, is_capturing, raw_stream
 
 is_compiling = torch.compiler.is_compiling
 
@@ -60,7 +60,7 @@ class Known(NamedTuple):
     plan: Plan
     device: int
     table: torch.Tensor | None
-    of_lse: tuple[int, ...] | None
+    empty_lse: Callable[[], torch.Tensor] | None
     empty: Callable[[], torch.Tensor]  # an output
     extents: tuple[int, int, int, int]  # bytes of q, of both caches, and of an output
 
@@ -164,7 +164,8 @@ def flash_attn_with_kvcache(
             if answer is not None:
                 counters["kernel"] += 1
                 return answer if return_softmax_lse else answer[0]
-    _refuse(
+    refuse(
+        "flash_attn_with_kvcache",
         {
             "rotary_cos: rotate q and k before the call": rotary_cos is not None
             or rotary_sin is not None
@@ -177,7 +178,7 @@ def flash_attn_with_kvcache(
             "q_descale: queries are fp16 or bf16": q_descale is not None,
             "attention_chunk": bool(attention_chunk),
             "sm_margin": bool(sm_margin),
-        }
+        },
     )
     if cu_seqlens_q is None and max_seqlen_q is not None and max_seqlen_q < q.shape[1]:
         raise ValueError(f"max_seqlen_q is {max_seqlen_q}, and q has {q.shape[1]} rows")
@@ -198,8 +199,7 @@ def flash_attn_with_kvcache(
     if numbers is not None and in_parts is not None:
         mla.remember(numbers, in_parts, call, scheduler_metadata)
     elif numbers is not None and qv is None:
-        plan = plan_of(call, scheduler_metadata and config_of(scheduler_metadata.config))
-        remember(numbers, call, given, plan, scheduler_metadata)
+        remember(numbers, call, given, scheduler_metadata)
     return (made, lse) if return_softmax_lse else made
 
 
@@ -211,14 +211,11 @@ def answered(
     metadata: a ScheduleMetadata, or with qv an MlaPlan.
     """
     even = even_of(call)
+    own = even or call
+    to = out.view(own.of_out) if out is not None and out.is_contiguous() else None
+    made, lse = _compiled(*own) if is_compiling() else _answer(own, metadata, to)
     if even is not None:
-        to = None if out is None or not out.is_contiguous() else out.view(even.of_out)
-        made, lse = answered(even, metadata, to)
         made, lse = made.flatten(0, 1), lse.transpose(0, 1).flatten(1) if call.lse else None
-    elif is_compiling():
-        made, lse = _compiled(*call)
-    else:
-        made, lse = _answer(call, metadata, out)
     if out is None:
         return made, lse
     if is_compiling() or made.data_ptr() != out.data_ptr():
@@ -256,11 +253,15 @@ def remember(
     numbers: tuple[Any, ...],
     call: Arguments,
     given: tuple[Any, ...],
-    plan: Plan,
     metadata: Any = None,
     begins: torch.Tensor | None = None,
 ) -> None:
     """Note that calls of this kind are understood: see `again`."""
+    even = even_of(call)
+    if even is not None and call.lse:
+        return  # the log-sum-exps of the even one have another shape
+    call = even or call
+    plan = plan_of(call, metadata and config_of(metadata.config))
     *_, table, lengths, k_scale, v_scale, sinks, out = given
     as_given = lengths is call.lengths and sinks is call.sinks
     both = call.k_scale is None or not (k_scale is None or v_scale is None)
@@ -270,23 +271,12 @@ def remember(
     own, index = call.table if table is None else None, call.q.device.index or 0
     if own is not None and call.q.is_cuda and is_capturing():
         return  # the table has no values before the graph is replayed
-    sums = call.of_lse if call.lse else None
+    q = given[0]
+    sums = maker(call.of_lse, torch.float32, q.device) if call.lse else None
     of_out = call.q.numel() * call.q.element_size()
     extents = extent(call.q), extent(call.k), extent(call.v), of_out
-    known = Known(plan, index, own, sums, _maker(given[0]), extents)
+    known = Known(plan, index, own, sums, maker(q.shape, q.dtype, q.device), extents)
     known_calls.add(*_kind(numbers, given, metadata, begins), known)
-
-
-def _maker(q: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Makes contiguous tensors like q on its device, which is the current one.
-
-    By what compiled code allocates with, where PyTorch has it: half of what empty_like takes.
-    """
-    like = torch.empty(q.shape, dtype=q.dtype, device="meta")
-    own = getattr(torch._C._dynamo.guards, f"_empty_strided_{q.device.type}", None)
-    if own is None:
-        return functools.partial(torch.empty, q.shape, dtype=q.dtype, device=q.device)
-    return functools.partial(own, tuple(like.shape), like.stride(), q.dtype)
 
 
 def again(
@@ -303,7 +293,7 @@ def again(
     known = known_calls.find(*_kind(numbers, given, metadata, begins))
     if known is None:
         return None
-    plan, index, own_table, of_lse, empty, extents = known
+    plan, index, own_table, empty_lse, empty, extents = known
     if current_device() != index:
         return None
     q, k, v, table, lengths, k_scale, v_scale, sinks, out = given
@@ -321,7 +311,7 @@ def again(
             return None  # check_output looks closer
     if (at_q | at_k | at_v | at_out) & 15:
         return None
-    log_sums = None if of_lse is None else q.new_empty(of_lse, dtype=torch.float32)
+    log_sums = None if empty_lse is None else empty_lse()
     stream = raw_stream(index)
     begins_at = 0 if begins is None else begins.data_ptr()
     addresses = (
@@ -413,17 +403,17 @@ def _fits(metadata: ScheduleMetadata, call: Arguments) -> None:
             )
 
 
-def _refuse(what: Mapping[str, bool]) -> None:
-    """Raise NotImplementedError for the first argument that is not served."""
+def refuse(function: str, what: Mapping[str, bool]) -> None:
+    """Raise NotImplementedError for the first argument that is given and not served."""
     for said, given in what.items():
         if given:
-            raise NotImplementedError(f"flash_attn_with_kvcache has no {said}")
+            raise NotImplementedError(f"{function} has no {said}")
 
 
 def _answer(
     call: Arguments, metadata: Any = None, given: torch.Tensor | None = None
 ) -> tuple[Any, Any]:
-    """The output and its log-sum-exps, of a call that is understood. given: the output, perhaps."""
+    """The output and its log-sum-exps. given: a contiguous output, perhaps."""
     if call.q.is_cuda and current_device() != call.q.device.index:
         with torch.cuda.device(call.q.device):  # its context must be the current one
             return _answer(call, metadata, given)
@@ -441,7 +431,7 @@ def _answer(
     if plan.launches is None or not q.numel():
         counters[plan.why.code] += 1
         return by_others(call)
-    out = q.new_empty(q.shape) if given is None or not given.is_contiguous() else given
+    out = q.new_empty(q.shape) if given is None else given
     lse = q.new_empty(call.of_lse, dtype=torch.float32) if call.lse else None
     index = q.device.index or 0
     stream = raw_stream(index)
@@ -461,28 +451,17 @@ def _answer(
     return out, lse
 
 
-@torch.library.custom_op("attnsweep::flash_attn_with_kvcache", mutates_args=())  # type: ignore[untyped-decorator]
-def _compiled(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: torch.Tensor,
-    table: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    scale: float,
-    softcap: float,
-    sides: Sequence[int],
-    lse: bool,
-    begins: torch.Tensor | None,
-    most_rows: int,
-    qv: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    left, right = sides
-    given = (q, k, v, lengths, table, k_scale, v_scale, sinks, scale, softcap, (left, right), lse)
-    out, log_sums = _answer(Arguments(*given, begins, most_rows, qv))
-    return out.contiguous(), log_sums.contiguous() if lse else q.new_empty(0).float()
+@torch.library.custom_op(  # type: ignore[untyped-decorator]
+    "attnsweep::flash_attn_with_kvcache",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor table, Tensor? k_scale, "
+    "Tensor? v_scale, Tensor? sinks, float scale, float softcap, SymInt[] sides, bool lse, "
+    "Tensor? begins, SymInt most_rows, Tensor? qv) -> (Tensor, Tensor)",
+)
+def _compiled(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = Arguments(q, *rest)
+    out, log_sums = _answer(call._replace(sides=(call.sides[0], call.sides[1])))
+    return out.contiguous(), log_sums.contiguous() if call.lse else q.new_empty(0).float()
 
 
 @_compiled.register_fake  # type: ignore[untyped-decorator]

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnsweep.serve.paged_launch import is_capturing
+from attnsweep.serve.runtime.call import DTYPES as DTYPES
+from attnsweep.serve.runtime.launcher import is_capturing
 
-DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 FP8 = torch.float8_e4m3fn
 STORED = {FP8: "e4m3"}
 """The cache_dtype of a problem whose cache is not as its queries."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,18 +17,16 @@ import torch
 
 from attnsweep.compile.nvrtc import Compiler, Cubin
 from attnsweep.core.hardware import Arch, arch_named
-from attnsweep.family.family import Launch
+from attnsweep.core.problem import Problem
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Config, Family, Launch
 from attnsweep.serve.runtime.driver import BoundLaunches, Device, StridedTensor, cuda_driver
+from attnsweep.serve.runtime.launcher import is_capturing
 
 # Graphs whose workspaces are kept: one is in use until its capture ends.
 _MOST_CAPTURES = 8
 _devices: dict[int, Device] = {}
 _lock = threading.Lock()
-current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
-is_capturing = getattr(
-    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
-)
 
 
 class Kernel(NamedTuple):
@@ -37,6 +35,25 @@ class Kernel(NamedTuple):
     launch: Launch
     source: Path
     defines: Mapping[str, str]
+
+    def ending(self, numbers: tuple[Any, ...], **facts: Any) -> Kernel:
+        """The kernel whose last arguments are these."""
+        args = (*self.launch.args[: -len(numbers)], *numbers)
+        return self._replace(launch=replace(self.launch, args=args, **facts))
+
+
+@functools.cache
+def families() -> Mapping[str, Family]:
+    """The declarations, which take 0.1 s to load."""
+    return discover()
+
+
+def kernels_of(family: Family, config: Config, problem: Problem, arch: Arch) -> dict[str, Kernel]:
+    """The kernels of a config by stage."""
+    return {
+        stage: Kernel(launch, family.source, family.stages[stage].defines(config, problem, launch))
+        for stage, launch in family.launches(config, problem, arch).items()
+    }
 
 
 @functools.cache
@@ -103,6 +120,20 @@ def bound(
         if index not in _devices:
             _devices[index] = Device(_Cubins(), cuda_driver(), index)  # type: ignore[arg-type]
     return _devices[index].launches(launches, codes, tensors or {}, names)
+
+
+def maker(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Callable[[], torch.Tensor]:
+    """Makes contiguous tensors of a shape on a device, which is the current one.
+
+    By what compiled code allocates with, where PyTorch has it: half of what empty_like takes.
+    """
+    own = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    if own is None:
+        return functools.partial(torch.empty, shape, dtype=dtype, device=device)
+    strides = torch.empty(shape, device="meta").stride()
+    return functools.partial(own, tuple(shape), strides, dtype)
 
 
 class Kept:

@@ -21,10 +21,17 @@ from attnsweep.core.layouts import Paged
 from attnsweep.core.masks import CAUSAL, FULL, Interval
 from attnsweep.core.problem import LOG2E, Problem
 from attnsweep.core.scores import Scores
-from attnsweep.family.discover import discover
-from attnsweep.family.family import Config, Family, Launch
+from attnsweep.family.family import Config, Family
 from attnsweep.serve.paged_call import DTYPES, STORED, Arguments
-from attnsweep.serve.paged_launch import Kept, Kernel, arch_of, bound, name_of
+from attnsweep.serve.paged_launch import (
+    Kept,
+    Kernel,
+    arch_of,
+    bound,
+    families,
+    kernels_of,
+    name_of,
+)
 from attnsweep.serve.paged_others import has_flash_3
 from attnsweep.serve.runtime.dispatch import Explanation
 from attnsweep.serve.runtime.driver import BoundLaunches, DriverError, StridedTensor
@@ -59,12 +66,6 @@ class Plan:
     why: Explanation
     launches: BoundLaunches | None = None
     kept: Kept = field(default_factory=lambda: Kept(_WORKSPACES, {}))
-
-
-@functools.cache
-def _families() -> Mapping[str, Family]:
-    """The declarations, which take 0.1 s to load."""
-    return discover()
 
 
 def interval_of(causal: bool, window: Sequence[int]) -> Interval:
@@ -217,18 +218,18 @@ def chosen(
     packed: requests have other numbers of queries.
     """
     rows = _rows_of(problem)
-    families, refused = {}, ""
+    able, refused = {}, ""
     for name in (DECODE, APPEND):
-        family = _families()[name]
+        family = families()[name]
         if name == DECODE and (packed or rows > _MOST_DECODED):
             continue
         if (why := family.refusal(problem, arch)) is None:
-            families[name] = family
+            able[name] = family
         else:
             refused = refused or why
-    if not families:
+    if not able:
         return None, None, refused
-    ranked = _ranked(problem, gpu, families)
+    ranked = _ranked(problem, gpu, able)
     theirs = ranked.nearest.flash_3 if ranked.nearest else None
     plain = not problem.scales and not problem.scores.sinks
     if theirs is not None and theirs < _SLOWER and plain and has_flash_3():
@@ -241,8 +242,8 @@ def chosen(
             ways = [{"SPLITS": _MIXED_SPLITS}, {}] if packed else [{}]
         for own in ways:
             made = Config({**config, **own, "LSE": int(lse)})
-            if _fits(families[name], made, problem, arch):
-                return families[name], made, said
+            if _fits(able[name], made, problem, arch):
+                return able[name], made, said
     return None, None, "no config that the families' rules keep"
 
 
@@ -253,11 +254,11 @@ class _Ranked(NamedTuple):
     configs: list[tuple[str, Config, str]]
 
 
-def _ranked(problem: Problem, gpu: str, families: Mapping[str, Family]) -> _Ranked:
+def _ranked(problem: Problem, gpu: str, able: Mapping[str, Family]) -> _Ranked:
     """Configs by their mean loss on the recorded problems of the nearest kind, near ones more."""
-    served = [each for each in _recorded() if any(kernel in families for kernel, _ in each.times)]
+    served = [each for each in _recorded() if any(kernel in able for kernel, _ in each.times)]
     said = "no recorded problem is like it: a config that the rules keep"
-    rest = [(name, Config(values), said) for name in families for values in DEFAULTS[name]]
+    rest = [(name, Config(values), said) for name in able for values in DEFAULTS[name]]
     if not served:
         return _Ranked(None, rest)
     kinds = [_kind(each, problem, gpu) for each in served]
@@ -266,7 +267,7 @@ def _ranked(problem: Problem, gpu: str, families: Mapping[str, Family]) -> _Rank
     nearest = like[distances.index(min(distances))]
     losses: dict[tuple[str, Config], float] = {}
     for config in dict.fromkeys(config for each in like for config in each.times):
-        if config[0] in families:
+        if config[0] in able:
             losses[config] = sum(
                 2.0 ** (-distance / 2) * math.log(each.times.get(config, _LEFT_OUT))
                 for each, distance in zip(like, distances, strict=True)
@@ -317,14 +318,8 @@ DEFAULTS = {
 @functools.lru_cache(maxsize=64)
 def schedule_of(problem: Problem, config: Config, index: int) -> BoundLaunches:
     """The launch that makes a schedule of decode_paged_mma."""
-    family = _families()[DECODE]
-    launch = family.launches(config, problem, arch_of(index))["schedule"]
-    return bound([_kernel(family, config, problem, "schedule", launch)], index, NAMES)
-
-
-def _kernel(family: Family, config: Config, problem: Problem, stage: str, launch: Launch) -> Kernel:
-    defines = family.stages[stage].defines(config, problem, launch)
-    return Kernel(launch, family.source, defines)
+    kernels = kernels_of(families()[DECODE], config, problem, arch_of(index))
+    return bound([kernels["schedule"]], index, NAMES)
 
 
 def plan_of(call: Arguments, config: Config | None = None) -> Plan:
@@ -356,7 +351,7 @@ def _choice(
 ) -> _Choice | str:
     """What serves such calls, or why nothing does. Raises an AttnsweepError."""
     problem, arch = problem_of_sizes(*sizes), arch_of(index)
-    family: Family | None = _families()[DECODE]
+    family: Family | None = families()[DECODE]
     config, said = None, "the config of the schedule"
     if scheduled is not None:
         config = Config({**scheduled, "LSE": int(lse)})
@@ -364,16 +359,13 @@ def _choice(
         family, config, said = chosen(problem, arch, name_of(index), lse=lse, packed=packed)
     if family is None or config is None:
         return said
-    kernels = {
-        stage: _kernel(family, config, problem, stage, launch)
-        for stage, launch in family.launches(config, problem, arch).items()
-    }
+    kernels = kernels_of(family, config, problem, arch)
     return _Choice(family.name, config, said, kernels, dict(family.workspace_of(config, problem)))
 
 
 def _made(call: Arguments, scheduled: Config | None) -> Plan:
     def without(code: str, reason: str) -> Plan:
-        return Plan(Explanation(None, code, reason, 0.0, None))
+        return Plan(Explanation(None, code, reason))
 
     if not call.q.is_cuda:
         return without("device", f"q is on {call.q.device}")
@@ -410,13 +402,7 @@ def _decoding(choice: _Choice, call: Arguments, index: int) -> BoundLaunches:
         *(batch, heads_kv, heads // heads_kv, rows, pages, call.table.shape[1], *window),
         *(call.scale * LOG2E, call.softcap, *strides, *of_scales),
     )
-    return bound([_with(choice.kernels["fwd"], numbers)], index, NAMES)
-
-
-def _with(kernel: Kernel, numbers: tuple[Any, ...], **facts: Any) -> Kernel:
-    """The kernel with these numbers in the place of its last arguments."""
-    args = (*kernel.launch.args[: -len(numbers)], *numbers)
-    return kernel._replace(launch=replace(kernel.launch, args=args, **facts))
+    return bound([choice.kernels["fwd"].ending(numbers)], index, NAMES)
 
 
 def _appending(choice: _Choice, call: Arguments, index: int) -> BoundLaunches:
@@ -439,7 +425,7 @@ def _appending(choice: _Choice, call: Arguments, index: int) -> BoundLaunches:
         of_scales = (0, 0) if call.k_scale is None else call.k_scale.stride()
         numbers += (*scales, pages, page, slot, head, *of_scales)
     grid = (arch_of(index).sm_count * choice.config.BLOCKS_PER_SM, 1, 1)
-    kernel = _with(choice.kernels["fwd"], numbers, grid=grid)
+    kernel = choice.kernels["fwd"].ending(numbers, grid=grid)
     if packed:
         args = [*kernel.launch.args]
         at = args.index("seqused_k")

@@ -11,8 +11,9 @@ from attnsweep.core.files import shipped
 from attnsweep.core.problem import ceil_div
 from attnsweep.family.family import Launch
 from attnsweep.serve.paged_call import Arguments
-from attnsweep.serve.paged_launch import Kernel, bound, raw_stream
+from attnsweep.serve.paged_launch import Kernel, bound
 from attnsweep.serve.runtime.driver import BoundLaunches
+from attnsweep.serve.runtime.launcher import raw_stream
 
 _SOURCE = "common/store_in_pages.cu"
 _NAMES = ("new_k", "new_v", "k", "v", "seqused_k", "block_table", "lengths")
@@ -42,32 +43,25 @@ def with_new_keys(call: Arguments, k: Any, v: Any) -> Arguments:
     return call._replace(lengths=_stored(call.k, call.v, k, v, call.lengths, call.table))
 
 
-@torch.library.custom_op("attnsweep::store_in_pages", mutates_args=("cache_k", "cache_v"))  # type: ignore[untyped-decorator]
-def _stored(
-    cache_k: torch.Tensor,
-    cache_v: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: torch.Tensor,
-    table: torch.Tensor,
-) -> torch.Tensor:
+@torch.library.custom_op(  # type: ignore[untyped-decorator]
+    "attnsweep::store_in_pages",
+    mutates_args=("cache_k", "cache_v"),
+    schema="(Tensor(a!) cache_k, Tensor(b!) cache_v, Tensor k, Tensor v, Tensor lengths, "
+    "Tensor table) -> Tensor",
+)
+def _stored(cache_k: torch.Tensor, cache_v: torch.Tensor, *behind: torch.Tensor) -> torch.Tensor:
     """The lengths with the new keys, which are stored."""
+    k, v, lengths, table = behind
     if not k.is_cuda:
-        return _on_the_host(cache_k, cache_v, k, v, lengths, table)
+        return _on_the_host(cache_k, cache_v, *behind)
     if cache_k.stride() != cache_v.stride():  # the kernel has one set of them
         _on_the_card(cache_k, cache_k, k, k, lengths, table)
         return _on_the_card(cache_v, cache_v, v, v, lengths, table)
-    return _on_the_card(cache_k, cache_v, k, v, lengths, table)
+    return _on_the_card(cache_k, cache_v, *behind)
 
 
-def _on_the_card(
-    cache_k: torch.Tensor,
-    cache_v: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: torch.Tensor,
-    table: torch.Tensor,
-) -> torch.Tensor:
+def _on_the_card(*tensors: torch.Tensor) -> torch.Tensor:
+    cache_k, cache_v, k, v, lengths, table = tensors
     made, size = torch.empty_like(lengths), k.element_size()
     given = (k, v, cache_k, cache_v, lengths, table, made)
     addresses = tuple(tensor.data_ptr() for tensor in given)
@@ -102,14 +96,8 @@ def _launches(of_call: Any, size: int, width: int, index: int) -> BoundLaunches:
     return bound([Kernel(launch, source, texts)], index, _NAMES)
 
 
-def _on_the_host(
-    cache_k: torch.Tensor,
-    cache_v: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: torch.Tensor,
-    table: torch.Tensor,
-) -> torch.Tensor:
+def _on_the_host(*tensors: torch.Tensor) -> torch.Tensor:
+    cache_k, cache_v, k, v, lengths, table = tensors
     pages, page_size = cache_k.shape[:2]
     keys = lengths.long()[:, None] + torch.arange(k.shape[1])
     blocks = keys.div(page_size, rounding_mode="floor")

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from attnsweep.serve.paged_attention import again, answered, even_of, is_compiling, remember
+from attnsweep.serve.paged_attention import again, answered, is_compiling, refuse, remember
 from attnsweep.serve.paged_call import FP8, UNMASKED, check_output, check_values, understood
-from attnsweep.serve.paged_plans import plan_of
 
 
 def flash_attn_varlen_func(
@@ -74,14 +73,15 @@ def flash_attn_varlen_func(
         answer = again(numbers, given, None, cu_seqlens_q)
         if answer is not None:
             return answer
-    for name, is_given in (
-        ("dropout_p", bool(dropout_p)),
-        ("alibi_slopes", alibi_slopes is not None),
-        ("return_attn_probs: ask for return_softmax_lse", return_attn_probs),
-        ("q_descale: queries are fp16 or bf16", q_descale is not None and q.dtype == FP8),
-    ):
-        if is_given:
-            raise NotImplementedError(f"flash_attn_varlen_func on a block_table has no {name}")
+    refuse(
+        "flash_attn_varlen_func on a block_table",
+        {
+            "dropout_p": bool(dropout_p),
+            "alibi_slopes": alibi_slopes is not None,
+            "return_attn_probs: ask for return_softmax_lse": return_attn_probs,
+            "q_descale: queries are fp16 or bf16": q_descale is not None and q.dtype == FP8,
+        },
+    )
     if cu_seqlens_q is None or max_seqlen_q is None:
         raise TypeError("a packed call has cu_seqlens_q and max_seqlen_q")
     lengths = seqused_k
@@ -97,9 +97,5 @@ def flash_attn_varlen_func(
         check_values(call)
     made, lse = answered(call, None, out)
     if numbers is not None:
-        even = even_of(call)
-        if even is None:
-            remember(numbers, call, given, plan_of(call), None, cu_seqlens_q)
-        elif not call.lse:  # whose shape is another
-            remember(numbers, even, given, plan_of(even), None, cu_seqlens_q)
+        remember(numbers, call, given, None, cu_seqlens_q)
     return (made, lse) if call.lse else made

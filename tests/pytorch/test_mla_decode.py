@@ -92,8 +92,9 @@ def test_the_kernel_gets_what_an_engine_has(monkeypatch, sms, planned, apart):
         q = call.q
     sizes = {}
     if planned:
-        _, spaces = mla._of_plan(4, 60, 0)
-        sizes = dict(zip(("shares", "first_slot"), spaces, strict=True))
+        mla._of_plan.cache_clear()
+        _, *makers = mla._of_plan(4, 60, torch.device("cpu"))
+        sizes = {name: make().nbytes for name, make in zip(("shares", "first_slot"), makers, strict=True)}
         call = call._replace(shares=lengths, first_slot=lengths)
     kernels, spaces = mla._of_call(call, mla._config(call, 0), 0)
     sizes |= {name: spaces[name] for name in ("partial", "partial_lse", "counters") if name in spaces}
@@ -114,7 +115,7 @@ def test_the_kernel_gets_what_an_engine_has(monkeypatch, sms, planned, apart):
 
         return replace(launch, args=tuple(map(of, launch.args)))
 
-    family, made = mla._family(), [*made, *kernels]
+    family, made = launch.families()["flash_mla_wgmma"], [*made, *kernels]
     with Simulator() as simulator:
         stages = {
             kernel.launch.function: (
@@ -192,7 +193,7 @@ def card(monkeypatch):
     monkeypatch.setattr(launch, "is_capturing", lambda: False)
     monkeypatch.setattr(torch, "zeros", lambda *of, device=None, **how: zeros(*of, **how))
     monkeypatch.setattr(torch, "empty", lambda *of, device=None, **how: empty(*of, **how))
-    monkeypatch.setattr(mla, "_plans", {})
+    mla._of_plan.cache_clear()
     monkeypatch.setattr(mla, "arch_of", lambda _: ARCHS["sm_90a"])
     monkeypatch.setattr(mla, "name_of", lambda _: "H200")
     monkeypatch.setattr(mla, "bound", lambda *_: made)

@@ -246,8 +246,7 @@ def launches(monkeypatch):
     made = Launches()
     made.planned = []
     plan = paged.Plan(paged.Explanation("a config", "kernel", "", 0.0, None), made)
-    for module in (paged, varlen):
-        monkeypatch.setattr(module, "plan_of", lambda call, config=None: made.planned.append(call) or plan)
+    monkeypatch.setattr(paged, "plan_of", lambda call, config=None: made.planned.append(call) or plan)
     monkeypatch.setattr(paged, "current_device", lambda: 0)
     monkeypatch.setattr(paged, "raw_stream", lambda _: 7)
     monkeypatch.setattr(paged.known_calls, "kinds", ())
@@ -523,7 +522,7 @@ def test_a_call_is_launched_as_its_own_problem_would_be(monkeypatch, label, fami
     assert choice.family == family
     (plans._decoding if family == plans.DECODE else plans._appending)(choice, call_, 0)
     plans._choice.cache_clear()
-    (kernels, maps), own = bound[0], plans._families()[family]
+    (kernels, maps), own = bound[0], plans.families()[family]
     expected = own.launches(choice.config, problem, arch)["fwd"]
     args = kernels[0].launch.args
     assert len(args) == len(expected.args)

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
+from proportions import proportion_interval
 from samples import H200, candidate, rounds_of
 from sweeping import use
 
 from attnsweep.bench.gpu import WorkerError
-from attnsweep.choose.stats import proportion_interval
 from attnsweep.compile.launches import Candidate
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem

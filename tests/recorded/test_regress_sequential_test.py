@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from fake_gpu import FakeGpu
+from proportions import proportion_interval
 
-from attnsweep.choose.stats import proportion_interval
 from attnsweep.regress.ab_test import compare
 from attnsweep.regress.sequential_test import (
     ERROR,

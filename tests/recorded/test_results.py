@@ -12,7 +12,7 @@ from attnsweep.choose.ranking import rank
 from attnsweep.choose.search import DEFAULT_STRATEGY, exhaustively
 from attnsweep.core.hardware import arch_named, arch_on
 from attnsweep.core.trial import OURS, Status
-from attnsweep.family.discover import discover, row_of_today
+from attnsweep.family.discover import discover, rows_of_today
 from attnsweep.reports import tables as report
 from attnsweep.reports.sections import baselines_of
 from attnsweep.specs.load import load_spec
@@ -149,7 +149,7 @@ def test_what_won_among_earlier_candidates_is_still_swept(name):
         spec = exhaustively(spec)
     before = open_run(ROOT / "results" / name)
     ranked = rank(before.trials, before.environment)
-    rows = (row_of_today(kernels, row.trial) for row in ranked[ranked["winner"]].itertuples())
+    rows = (rows_of_today(kernels)(row.trial) for row in ranked[ranked["winner"]].itertuples())
     won = {(row.problem, row.kernel): row.config for row in rows}
     for item in plan(spec, arch_named("sm_90a")):
         for space in item.spaces:

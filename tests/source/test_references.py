@@ -89,7 +89,7 @@ def test_a_stale_reference_is_found(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["see core/ops.py", "see Trial.key", "see row_of_today", "(pace.at_pace)", "see CHANGELOG.md"]
+    "text", ["see core/ops.py", "see Trial.key", "see rows_of_today", "(pace.at_pace)", "see CHANGELOG.md"]
 )
 def test_a_reference_resolves(text):
     assert references(text)

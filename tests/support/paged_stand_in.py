@@ -254,5 +254,5 @@ def paged_stand_in() -> Iterator[None]:
     finally:
         for each in patches[::-1]:
             each.stop()
-        for cache in (paged_plans._choice, paged_plans.schedule_of, paged_store._launches):
+        for cache in (paged_plans._choice, paged_plans.schedule_of, paged_store._launches, mla._of_plan):
             cache.cache_clear()

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 from fake_gpu import FakeGpu
 from samples import built, candidate
+from selecting import select
 
 from attnsweep.bench.gpu import WorkerError
-from attnsweep.choose.finals import select
 from attnsweep.choose.ranking import rank
 from attnsweep.core.trial import Accuracy, Resources, Status
 from attnsweep.specs.model import MeasureSpec, SearchSpec

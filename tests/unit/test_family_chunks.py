@@ -14,7 +14,7 @@ from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import DTYPE_BYTES, Problem
 from attnsweep.core.trial import OURS, Status, Trial
 from attnsweep.family.chunks import IN_CHUNKS, ROW_UNIT, is_used, schedule_of
-from attnsweep.family.discover import discover, row_of_today
+from attnsweep.family.discover import discover, rows_of_today
 from attnsweep.family.family import Config, Family, Launch, Param
 from attnsweep.family.space import Selection, Space
 from attnsweep.verify.encoding import from_bits
@@ -257,9 +257,9 @@ def test_a_recorded_row_of_today():
     kernels = {"toy": grown(0)}
     facts = {"problem": Problem(1, 1, 1, 1, 1, 64), "status": Status.OK, "config": {"A": 7}}
     row = Trial(kernel="toy", provider=OURS, **facts)
-    assert row_of_today(kernels, row).config == {"A": 7, "B": 0}
+    assert rows_of_today(kernels)(row).config == {"A": 7, "B": 0}
     for other in (row.with_(provider="torch"), row.with_(kernel="gone")):
-        assert row_of_today(kernels, other) is other
+        assert rows_of_today(kernels)(other) is other
 
 
 @pytest.mark.parametrize(

@@ -73,8 +73,8 @@ class Explanation:
     kernel: str | None
     code: str
     reason: str
-    gain: float
-    gpu: str | None
+    gain: float = 0.0
+    gpu: str | None = None
     backward: str | None = None
 
     def __str__(self) -> str:

@@ -77,43 +77,18 @@ class Fp8Operator:
             self._forward = define(*made)
 
     # ---- one call ----
-    def attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        q_scale: Any,
-        k_scale: Any,
-        v_scale: Any,
-        causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
+    def attention(self, *given: Any, **options: Any) -> torch.Tensor:
         """softmax(Q Kᵀ · scale) V of what the bytes and scales stand for; bfloat16, contiguous.
 
         See package.attention_fp8. Raises TypeError, ValueError or PackageError.
         """
-        given = (query, key, value, q_scale, k_scale, v_scale)
-        call = self._call(given, causal, scale, enable_gqa)
+        call = self._call(*given, **options)
         out: torch.Tensor = self._forward(*call[:3], *call.extra, call.is_causal, call.scale)
         return out
 
-    def explain(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        q_scale: Any,
-        k_scale: Any,
-        v_scale: Any,
-        *,
-        causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Explanation:
+    def explain(self, *given: Any, **options: Any) -> Explanation:
         """Which kernel `attention` would call, and why; raises what it would raise."""
-        given = (query, key, value, q_scale, k_scale, v_scale)
-        call = self._call(given, causal, scale, enable_gqa)
+        call = self._call(*given, **options)
         plan = self._plan(call)
         _check_alignment(call[:3])
         choice, gpu = plan.choice, self._known(plan.index)
@@ -125,7 +100,17 @@ class Fp8Operator:
         return {"kernel_fp8": self._calls} if self._calls else {}
 
     def _call(
-        self, given: tuple[Any, ...], causal: bool, scale: float | None, enable_gqa: bool
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        q_scale: Any,
+        k_scale: Any,
+        v_scale: Any,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
     ) -> Call:
         """The call that these arguments mean."""
         if self._forward is None:
@@ -133,19 +118,16 @@ class Fp8Operator:
                 "this package has no FP8 kernels; export a run of FP8 problems, such as "
                 "dtype: e4m3_tensor"
             )
-        for name, tensor in zip(_NAMES, given, strict=False):
+        for name, tensor in zip(_NAMES, (query, key, value), strict=True):
             if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
                 raise TypeError(f"{name} is no (batch, heads, seqlen, head_dim) tensor")
-        query, key = given[:2]
         if query.shape[1] != key.shape[1] and not enable_gqa:
             raise ValueError(
                 f"{query.shape[1]} heads of queries and {key.shape[1]} of keys: give "
                 "enable_gqa=True if they share keys"
             )
-        scales = [
-            _scale_tensor(name, each, query) for name, each in zip(_SCALES, given[3:], strict=True)
-        ]
-        tensors = (*given[:3], *scales)
+        named = zip(_SCALES, (q_scale, k_scale, v_scale), strict=True)
+        tensors = (query, key, value, *(_scale_tensor(*each, query) for each in named))
         if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
             raise ValueError(
                 "FP8 attention has no gradients: detach what requires_grad, or call it under "

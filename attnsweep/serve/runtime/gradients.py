@@ -28,6 +28,8 @@ SETTINGS = [
 time."""
 
 
+How = tuple[bool, float, torch.Tensor]
+"""causal, scale, and the seed of no dropout."""
 # Rows of a tile of PyTorch's efficient backward.
 _EFFICIENT_ROWS = 32
 # The widest heads of PyTorch's flash attention and cuDNN's.
@@ -178,7 +180,7 @@ class Gradient(torch.autograd.Function):  # type: ignore[misc]
             if made is not None:
                 return *made, None, None
         seed = _no_seed(grads[0].device)
-        dq, dk, dv = gradients(grads[0], ctx.saved_tensors, causal, scale, seed)
+        dq, dk, dv = gradients(grads[0], ctx.saved_tensors, (causal, scale, seed))
         return dq, dk, dv, None, None
 
 
@@ -230,7 +232,7 @@ def gradients_by_pytorch(
     """dq, dk and dv by PyTorch's own backward; cudnn: whether it would call cuDNN's."""
     seed = grad.new_empty((), dtype=torch.int64)
     gradients = _gradients_of(saved[0], cudnn)
-    return gradients(grad, saved, causal, scale, seed)
+    return gradients(grad, saved, (causal, scale, seed))
 
 
 @functools.cache
@@ -247,14 +249,10 @@ def _gradients_of(query: torch.Tensor, cudnn: bool) -> Callable[..., tuple[Any, 
 
 
 def _flash_gradients(
-    grad: torch.Tensor,
-    saved: tuple[torch.Tensor, ...],
-    causal: bool,
-    scale: float,
-    seed: torch.Tensor,
+    grad: torch.Tensor, saved: tuple[torch.Tensor, ...], how: How
 ) -> tuple[Any, ...]:
     """PyTorch's own flash backward, from our output and log-sum-exp."""
-    *inputs, out, lse = saved
+    (*inputs, out, lse), (causal, scale, seed) = saved, how
     given = (*(aligned(_with_contiguous_head_dim(each)) for each in (grad, *inputs)), out)
     alike = inputs[0].shape[3] == inputs[2].shape[3]
     grad, query, key, value, out = given if alike else _of_one_head_dim(*given)
@@ -269,25 +267,21 @@ def _flash_gradients(
 
 
 def _efficient_gradients(
-    grad: torch.Tensor,
-    saved: tuple[torch.Tensor, ...],
-    causal: bool,
-    scale: float,
-    seed: torch.Tensor,
+    grad: torch.Tensor, saved: tuple[torch.Tensor, ...], how: How
 ) -> tuple[Any, ...]:
     """PyTorch's own efficient backward, from our output and log-sum-exp.
 
     It reads the log-sum-exps of whole tiles of rows, has as many key heads as query heads, and
     takes the output's rows for those of its own forward, which has the heads of a row together.
     """
-    *inputs, out, lse = saved
+    (*inputs, out, lse), (causal, scale, seed) = saved, how
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     grad, query, *keys = (aligned(_with_contiguous_head_dim(each)) for each in (grad, *inputs))
     key, value = (_for_queries(each, query) for each in keys)
     lse = pad(lse, (0, -lse.shape[2] % _EFFICIENT_ROWS), value=torch.inf)
     backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
-    how: Any = (seed, seed, 0.0, [True, True, True, False], causal)
-    dq, dk, dv, _ = backward(grad, query, key, value, None, out, lse, *how, scale=scale)
+    rest = (seed, seed, 0.0, [True, True, True, False], causal)
+    dq, dk, dv, _ = backward(grad, query, key, value, None, out, lse, *rest, scale=scale)
     heads = keys[0].shape[1]
     if heads != query.shape[1]:
         dk, dv = (each.unflatten(1, (heads, -1)).sum(2) for each in (dk, dv))
@@ -301,16 +295,12 @@ def _for_queries(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 
 def _cudnn_gradients(
-    grad: torch.Tensor,
-    saved: tuple[torch.Tensor, ...],
-    causal: bool,
-    scale: float,
-    seed: torch.Tensor,
+    grad: torch.Tensor, saved: tuple[torch.Tensor, ...], how: How
 ) -> tuple[Any, ...]:
     """Gradients by cuDNN, which takes the log-sum-exp as (batch, heads, seqlen_q, 1)."""
-    *given, out, lse = saved
+    (*given, out, lse), (causal, scale, seed) = saved, how
     if nan_prone(given[1], causal):
-        return _flash_gradients(grad, saved, causal, scale, seed)
+        return _flash_gradients(grad, saved, how)
     query, key, value = map(aligned, given)
     if query is not given[0]:
         out = out.contiguous()  # as cuDNN's own would be

@@ -42,6 +42,12 @@ def forms(
     return [*found[:1], (Boolean(FULL, of_item=padded), DENSE, scores)]
 
 
+def opened(low: Any, high: Any, seqlen_q: int, seqlen_k: int) -> Diagonals:
+    """Diagonals, open on a side that hides nothing: PyTorch's own attention takes no mask then."""
+    low = None if low is None or low <= 1 - seqlen_q else low
+    return low, None if high is None or high >= seqlen_k - 1 else high
+
+
 def dense(
     limits: Diagonals, query: torch.Tensor, key: torch.Tensor, lengths: torch.Tensor | None
 ) -> torch.Tensor:
@@ -157,24 +163,27 @@ def diagonals(
         low = None if left is None else diagonal - left
         if right is not None:
             high = diagonal + right if high is None else min(high, diagonal + right)
-    # Sides on which nothing is hidden are open: PyTorch's own attention takes no mask then.
-    low = None if low is None or low <= 1 - seqlen_q else low
-    high = None if high is None or high >= seqlen_k - 1 else high
+    low, high = opened(low, high, seqlen_q, seqlen_k)
     if key_lengths is None and low is None and (high is None or high == 0):
         return high == 0, None
     return False, (low, high)
 
 
-def _check(lengths: Any, query: torch.Tensor) -> None:
-    if not isinstance(lengths, torch.Tensor):
-        raise TypeError(f"key_lengths is {type(lengths).__name__}, not a tensor on {query.device}")
-    if lengths.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"key_lengths is {lengths.dtype}, not torch.int32 or torch.int64")
-    if lengths.device != query.device:
+def check_integers(name: str, tensor: Any, query: torch.Tensor) -> None:
+    """Raise TypeError or ValueError for what is no tensor of integers on query's device."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is {type(tensor).__name__}, not a tensor on {query.device}")
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} is {tensor.dtype}, not torch.int32 or torch.int64")
+    if tensor.device != query.device:
         raise ValueError(
-            f"key_lengths is on {lengths.device}, and query on {query.device}: move it "
-            "there once, before the layers, since each copy waits"
+            f"{name} is on {tensor.device}, and query on {query.device}: move it there once, "
+            "before the layers, since each copy waits"
         )
+
+
+def _check(lengths: Any, query: torch.Tensor) -> None:
+    check_integers("key_lengths", lengths, query)
     if query.dim() != 4:
         raise ValueError(
             f"with key_lengths, query is (batch, heads, seqlen, head_dim), not of "

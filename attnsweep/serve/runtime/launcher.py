@@ -13,7 +13,13 @@ from .mask_lists import MaskLists
 from .table import PackageError, Table
 
 # Without PyTorch's Python around them, where this build has them.
-_capturing = getattr(
+current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+raw_stream = getattr(
+    torch._C,
+    "_cuda_getCurrentRawStream",
+    lambda index: torch.cuda.current_stream(index).cuda_stream,
+)
+is_capturing = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
 # Reasons that say nothing is wrong with the caller's tensors.
@@ -42,8 +48,7 @@ class Launcher:
         self._devices: dict[int, Device] = {}
         self.forked = False
         self._on_cuda = "cuda" in devices
-        self.current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-        raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
+        self.current_device = current_device
         self.stream = raw_stream if self._on_cuda else lambda _: 0
 
     def after_fork(self) -> None:
@@ -84,11 +89,11 @@ class Launcher:
 
     def is_scanned_alone(self, mask: Any, keep: bool) -> bool:
         """Whether a mask's scan is of one call: nothing of it is kept, and no graph replays it."""
-        return (not keep or mask.is_inference()) and not (self._on_cuda and _capturing())
+        return (not keep or mask.is_inference()) and not (self._on_cuda and is_capturing())
 
     def capture_of(self, stream: int) -> int | None:
         """The number of the CUDA graph that a stream is capturing, 0 if none, None if unknown."""
-        if not self._on_cuda or not _capturing():
+        if not self._on_cuda or not is_capturing():
             return 0
         try:
             cuda = self._cuda or cuda_driver()
@@ -96,7 +101,3 @@ class Launcher:
         except (AttributeError, TypeError, ValueError, DriverError):
             return None
         return None if int(status) else int(number)
-
-
-def _raw_stream(index: int) -> int:
-    return int(torch.cuda.current_stream(index).cuda_stream)

@@ -237,7 +237,7 @@ def attention_fp8(
     for arguments, PackageError for a GPU or a kind of call that was not tuned. No gradients.
     """
     given = (query, key, value, q_scale, k_scale, v_scale)
-    return _fp8.attention(*given, causal, scale, enable_gqa)
+    return _fp8.attention(*given, causal=causal, scale=scale, enable_gqa=enable_gqa)
 
 
 def explain_fp8(*args: Any, **options: Any) -> Explanation:

@@ -10,7 +10,7 @@ from .call import Call, CuSeqlens, number, records_gradients
 from .changed_scores import checked
 from .dispatch import Explanation
 from .gradients import like
-from .intervals import sides
+from .intervals import check_integers, sides
 from .pytorch_calls import by_pytorch
 from .torch_ops import define
 
@@ -34,12 +34,7 @@ def understood(
 ) -> Window:
     """The diagonals of each sequence's own queries. Raises TypeError or ValueError."""
     for name, each in zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens[:2], strict=True):
-        if not isinstance(each, torch.Tensor):
-            raise TypeError(f"{name} is {type(each).__name__}, not a tensor on {query.device}")
-        if each.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{name} is {each.dtype}, not torch.int32 or torch.int64")
-        if each.device != query.device:
-            raise ValueError(f"{name} is on {each.device}, and query on {query.device}")
+        check_integers(name, each, query)
         if each.dim() != 1 or each.shape[0] < 2:
             raise ValueError(
                 f"{name} is {tuple(each.shape)}: it has one number for each sequence, where it "

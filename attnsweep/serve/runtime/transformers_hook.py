@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from .call_cache import transformed
-from .intervals import Diagonals
+from .intervals import Diagonals, opened
 from .table import PackageError
 
 Sides = tuple[int | None, int | None]
@@ -183,11 +183,10 @@ def _least(sides: tuple[int | None, ...]) -> int | None:
 
 
 def _open(sides: Sides, diagonal: int, seqlen_q: int, seqlen_k: int) -> Diagonals:
-    """The diagonals, open where nothing is hidden. diagonal: of a query's own key."""
+    """The diagonals of a window. diagonal: of a query's own key."""
     low = None if sides[0] is None else diagonal - sides[0]
     high = None if sides[1] is None else diagonal + sides[1]
-    low = None if low is None or low <= 1 - seqlen_q else low
-    return low, None if high is None or high >= seqlen_k - 1 else high
+    return opened(low, high, seqlen_q, seqlen_k)
 
 
 def _intervals_and_keys(padding: torch.Tensor) -> list[int]:
