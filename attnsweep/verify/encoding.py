@@ -245,7 +245,7 @@ def values_of(
     name: str,
     batch: int,
     head: int,
-    rows: npt.NDArray[np.int64] | None = None,
+    rows: npt.NDArray[np.int64] | slice | None = None,
 ) -> npt.NDArray[Any]:
     """The exact values of a head of q, k or v, (rows, head_dim): float32, float64 with a scale.
 

@@ -45,6 +45,8 @@ _LEAST = {"fp16": -65504.0, "bf16": -(2.0**128 - 2.0**120), "fp32": -(2.0**128 -
 _OCTAVES_K, _OCTAVES_V = 7.0, 3.5
 _OUTLIER = 8.0
 _CHANNELS_AN_OUTLIER = 32
+# What makes 5.6, about the largest of normal values, the largest of e4m3.
+_FULL_SCALE = np.float32(80)
 # Rows from a head's first value to the next head's in their pool; see Windows.
 _STEPS = {"q": 61, "k": 97, "v": 131}
 # Values of a tensor above which heads are windows also where a call is short.
@@ -70,8 +72,8 @@ def make_inputs(case: Case, seed: int, *, windows: bool | None = None) -> Mappin
     """
     if isinstance(layout := case.problem.layout, Paged):
         dense = replace(case, problem=layout.gathered(case.problem))
-        if layout.cache_dtype is None and _is_sparse(dense):
-            made = _of_lengths(dense, seed)
+        if _is_sparse(dense):
+            made = _of_lengths(dense, seed, layout.cache_dtype)
         else:
             made = stored(draw(dense, seed), dense.problem, layout.cache_dtype)
         return {**in_pages(made, case.problem), **beside(dense, seed, hidden=False)}
@@ -155,16 +157,32 @@ def _is_sparse(case: Case) -> bool:
     return math.prod(case.problem.shape_of("k")) > _MANY and (hard or case.inputs == "normal")
 
 
-def _of_lengths(case: Case, seed: int) -> Mapping[str, Tensor]:
-    """q, k and v of such a case: each head of k and v is a window."""
-    made: dict[str, Tensor] = {**_windows(case.problem, seed)}
-    batch, heads, *_ = case.problem.shape_of("q")
+def _of_lengths(case: Case, seed: int, cache_dtype: str | None) -> Mapping[str, Tensor]:
+    """q, k and v of such a case: each head of k and v is a window, in FP8 with a scale of its own.
+
+    Scales are such that they matter; see _as_in_models, whose outliers windows cannot have.
+    """
+    problem = case.problem
+    made: dict[str, Tensor] = {**_windows(problem, seed, cache_dtype)}
+    batch, heads, *_ = problem.shape_of("q")
     q = np.array([[made["q"][item, head] for head in range(heads)] for item in range(batch)])
+    if cache_dtype is not None:
+        rng = np.random.default_rng((seed, 8))
+        octaves = {"k_scale": _OCTAVES_K, "v_scale": _OCTAVES_V}
+        of_heads = {
+            n: np.exp2(rng.uniform(-most, most, problem.shape_of(n))) for n, most in octaves.items()
+        }
+        of_q = of_heads["k_scale"].repeat(heads // problem.heads_kv, axis=1)[:, :, None, None]
+        q = to_bits(from_bits(q, problem.dtype) / of_q, problem.dtype)
+        made |= {name: (each / _FULL_SCALE).astype(np.float32) for name, each in of_heads.items()}
     return made | {"q": harder(q, case) if case.inputs in _TIMES else q}
 
 
-def _windows(problem: Problem, seed: int) -> dict[str, Windows]:
-    """Normal values in whose pool each head is a window."""
+def _windows(problem: Problem, seed: int, cache_dtype: str | None = None) -> dict[str, Windows]:
+    """Normal values in whose pool each head is a window.
+
+    cache_dtype: that of k and v, if not the problem's; in FP8 they are times _FULL_SCALE.
+    """
     made = {}
     for number, (name, rows) in enumerate(_STEPS.items()):
         if name not in problem.inputs:
@@ -173,16 +191,22 @@ def _windows(problem: Problem, seed: int) -> dict[str, Windows]:
         # Not whole rows, so that no row of a head is one of another.
         step = rows * shape[3] + 8 * (number + 1)
         size = math.prod(shape[2:]) + (shape[0] * shape[1] - 1) * step
-        pool = np.empty(size, to_bits(np.empty(0), problem.dtype).dtype)
-
-        times = _of_scale(problem) if name == "q" else np.float32(1)
+        dtype: str = problem.dtype
+        times = _of_scale(problem)
+        if name != "q":
+            dtype, times = cache_dtype or dtype, _FULL_SCALE if cache_dtype else np.float32(1)
+        pool = np.empty(size, to_bits(np.empty(0), dtype).dtype)
 
         def one(
-            begin: int, rng: np.random.Generator, into: Bits = pool, times: np.float32 = times
+            begin: int,
+            rng: np.random.Generator,
+            into: Bits = pool,
+            dtype: str = dtype,
+            times: np.float32 = times,
         ) -> None:
             part = into[begin : begin + _PART]
             drawn = rng.standard_normal(len(part), dtype=np.float32)
-            part[:] = to_bits(drawn * times, problem.dtype)
+            part[:] = to_bits(drawn * times, dtype)
 
         begins = range(0, len(pool), _PART)
         parallel(one, begins, np.random.default_rng((seed, number)).spawn(len(begins)))

@@ -71,11 +71,17 @@ def _gather(
     assert isinstance(layout, Paged)
     slots = pages if layout.order == "nhd" else pages.swapaxes(1, 2)
     table, lengths = np.asarray(inputs["block_table"]), np.asarray(inputs["seqused_k"])
-    made: npt.NDArray[Any] = np.zeros(shape, pages.dtype)
+    # Of values of a cache in FP8, there are 256.
+    every = None if (stored := layout.cache_dtype) is None else _in_dtype(stored, problem.dtype)
+    made: npt.NDArray[Any] = np.zeros(shape, pages.dtype if every is None else every.dtype)
     for item, length in enumerate(lengths):
         rows = np.arange(length)
         keys = slots[table[item, rows // layout.page_size], rows % layout.page_size]
-        made[item, :, problem.seqlen_k - length :] = keys.swapaxes(0, 1)
-    if layout.cache_dtype is None:
-        return made
-    return to_bits(from_bits(made, layout.cache_dtype), problem.dtype)
+        keys = keys.swapaxes(0, 1)
+        made[item, :, problem.seqlen_k - length :] = keys if every is None else every[keys]
+    return made
+
+
+def _in_dtype(stored: str, dtype: str) -> Bits:
+    """The bits, in `dtype`, of each code of a dtype of one byte."""
+    return to_bits(from_bits(np.arange(256, dtype=np.uint8), stored), dtype)

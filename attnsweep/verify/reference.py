@@ -145,10 +145,15 @@ def exact_rows(
     group = problem.heads // problem.heads_kv
     shape = (problem.batch, problem.heads, len(rows))
     sides = [(np.empty((*shape, problem.value_dim)), np.empty(shape)) for _ in signs]
+    with_bias = problem.scores.bias is not None
 
     def one(batch: int, head_kv: int) -> None:
+        # Of a long request among short ones, the others have few keys.
+        first, end = (0, problem.seqlen_k) if with_bias else problem.key_ranges[batch]
+        keys = slice(min(first, problem.seqlen_k - 1), max(end, first + 1))
         k, v = (
-            values_of(inputs, problem, name, batch, head_kv).astype(np.float64) for name in "kv"
+            values_of(inputs, problem, name, batch, head_kv, keys).astype(np.float64)
+            for name in "kv"
         )
         for head in range(head_kv * group, (head_kv + 1) * group):
             for begin in range(0, len(rows), _BLOCK_ROWS):
@@ -156,7 +161,7 @@ def exact_rows(
                 some = rows[block]
                 q = values_of(inputs, problem, "q", batch, head, some).astype(np.float64)
                 scores = q @ k.T * problem.scale
-                hidden = hidden_keys(problem, some, batch)
+                hidden = hidden_keys(problem, some, batch)[:, keys]
                 for sign, (out, lse) in zip(signs, sides, strict=True):
                     signed = finished(scores * sign, inputs, problem, some, batch, head)
                     signed[hidden] = -np.inf

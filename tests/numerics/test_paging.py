@@ -136,9 +136,11 @@ def test_small_cases_of_a_paged_problem_are_compiled_as_it_is(problem):
         assert Problem.parse(case.problem.label) == Problem.of(case.problem.facts) == case.problem
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
 @pytest.mark.parametrize("inputs", ["normal", "huge_scores"])
-def test_one_long_request_among_short_ones_costs_no_keys_that_none_has(inputs, constants):
-    p = Problem.parse("(16,4/2,1x4096,64) bf16 causal paged(16,1x4k+15x20)")
+def test_one_long_request_among_short_ones_costs_no_keys_that_none_has(inputs, dtype, constants):
+    stored = ",e4m3" * (dtype == "e4m3")
+    p = Problem.parse(f"(16,4/2,1x4096,64) bf16 causal paged(16,1x4k+15x20{stored})")
     whole = make_inputs(Case(p, inputs), 1)
     constants(verify_inputs, _MANY=2**20)
     tracemalloc.start()
@@ -148,10 +150,16 @@ def test_one_long_request_among_short_ones_costs_no_keys_that_none_has(inputs, c
     assert peak < 16 * 2 * 4096 * 64 * 4  # float32 values of every item's 4,096 keys, of one tensor
     assert {name: x.shape for name, x in made.items()} == {name: x.shape for name, x in whole.items()}
     for name in "kv":
-        used = encoding.from_bits(made[name], "bf16").reshape(-1, 64)
+        used = encoding.from_bits(made[name], dtype).reshape(-1, 64)
         rows = used[~np.isnan(used).any(1)]
         assert len(rows) == 2 * (4096 + 15 * 20)
-        pages = made[name][~np.isnan(encoding.from_bits(made[name], "bf16")).all((1, 2, 3))].reshape(-1, 16 * 2 * 64)
+        pages = made[name][~np.isnan(encoding.from_bits(made[name], dtype)).all((1, 2, 3))].reshape(-1, 16 * 2 * 64)
         assert len(np.unique(pages, axis=0)) == len(pages)
-    sizes = [np.abs(encoding.from_bits(each["q"], "bf16")).mean() for each in (whole, made)]
-    assert sizes[0] == pytest.approx(sizes[1], rel=0.05)
+    q = encoding.from_bits(made["q"], "bf16")
+    if stored:  # what a head of keys is times as large, its queries are times as small
+        assert len(np.unique(made["k_scale"])) == len(np.unique(made["v_scale"])) == made["k_scale"].size
+        assert made["k_scale"].max() > 100 * made["k_scale"].min()
+        q = q * (verify_inputs._FULL_SCALE * made["k_scale"].repeat(2, axis=1)[:, :, None, None])
+        kept = encoding.from_bits(made["k"], dtype)
+        assert np.nanstd(kept) == pytest.approx(verify_inputs._FULL_SCALE, rel=0.05)
+    assert q.std() == pytest.approx({"normal": 1, "huge_scores": 64}[inputs], rel=0.05)
