@@ -38,7 +38,7 @@ import torch.fx.experimental.symbolic_shapes as symbols
 from sympy import Basic, Symbol
 from torch.utils._sympy.functions import Max
 assert isinstance(Symbol("x"), Basic) and issubclass(DTensor, torch.Tensor)
-assert symbols.compute_unbacked_bindings is vars(symbols)["compute_unbacked_bindings"]
+assert symbols.compute_unbacked_bindings.__module__ == symbols.guard_or_false.__module__ == symbols.__name__
 assert torch._dynamo.config.cache_size_limit and torch._dynamo.config is sys.modules["torch._dynamo.config"]
 assert torch._dynamo.disable.__module__.startswith("torch._dynamo"), torch._dynamo.disable
 assert all(type(sys.modules[name]) is ModuleType for name in warm.used()) and warm.used() == [*warm._SPARED]
@@ -49,7 +49,7 @@ with fake.no_card(ARCHS["sm_90a"]):
 NUMBERS = (True, False, 0, 1, 7, (), (1, 2), (1, 3), (1, 2, 3))
 
 
-@pytest.mark.parametrize("program", [USUAL, USUAL + WHOLE, WHOLE])
+@pytest.mark.parametrize("program", [USUAL + WHOLE, WHOLE], ids=["usual first", "whole"])
 def test_usual_launchers_execute_none_and_others_the_whole_module(program):
     done = subprocess.run([sys.executable, "-c", BEGIN + program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -92,3 +92,11 @@ def test_what_one_config_has_executed_is_there_for_the_next(tmp_path, monkeypatc
     tracer.close()
     assert "['_Later', '_Later']" in kinds[0]
     assert "['module', 'module']" in kinds[1]
+
+
+def test_a_pytorch_without_them_is_imported_as_it_is(monkeypatch):
+    names = ("torch.no_such.module", "torch.utils.no_such")
+    monkeypatch.setattr(warm, "_SPARED", dict.fromkeys(names, lambda _: {}))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    warm.import_all()
+    assert not sys.modules.keys() & names

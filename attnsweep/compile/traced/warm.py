@@ -40,7 +40,8 @@ def import_all() -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":  # there calls run, those of torch.compile too
         sys.meta_path.insert(0, _Executed)
         for name in _SPARED:
-            _leave(name)
+            with suppress(ImportError):  # another PyTorch has no such module
+                _leave(name)
     fake.warm_up()
     for name in ("triton.compiler.code_generator", "triton.experimental.gluon.language"):
         with suppress(Exception):  # which a compilation raises again, with all that it says
@@ -105,14 +106,18 @@ def _leave(name: str) -> None:
     if spec is None:
         return
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    package, _, own = name.rpartition(".")
-    if package:
-        setattr(sys.modules[package], own, module)
-    if name == _DYNAMO:  # its settings are a file of their own
-        vars(module)["config"] = importlib.import_module(f"{name}.config")
+    try:
+        if name == _DYNAMO:  # its settings are a file of their own
+            vars(module)["config"] = importlib.import_module(f"{name}.config")
+    except ImportError:
+        del sys.modules[name]
+        raise
     vars(module).pop("__path__", None)  # or what is imported from a package would not execute it
     vars(module).update(_SPARED[name](module))
     module.__class__ = _Later
+    package, _, own = name.rpartition(".")
+    if package:
+        setattr(sys.modules[package], own, module)
 
 
 def used() -> list[str]:
