@@ -98,9 +98,14 @@ def tune(
     $ attnsweep tune 4,32,4096,128 --dry-run --arch sm_90a
     $ attnsweep tune --kernel attend.py:attention 4,32,4096,128 --causal
     """
+    from attnsweep.compile import trace
+    from attnsweep.core.callables import CALLABLE
+
+    if replay is None:  # it imports PyTorch beside what follows
+        context.call_on_close(trace.begin(filter(CALLABLE.fullmatch, kernel or ())))
+
     from attnsweep.choose.search import DEFAULT_STRATEGY
     from attnsweep.compile.calls import plan_alone
-    from attnsweep.core.callables import CALLABLE
     from attnsweep.family.called import called
     from attnsweep.family.discover import discover
     from attnsweep.reports import progress
@@ -335,7 +340,21 @@ def run(
     $ attnsweep run h100 --gpus all
     $ attnsweep run my.yaml --kernels my_kernels --results /data/results
     """
-    from attnsweep.choose.search import exhaustively
+    from attnsweep.compile import trace
+
+    def read() -> SweepSpec:
+        loaded = load(spec, kernels, set_ or (), problem or ())
+        if not exhaustive:
+            return loaded
+        from attnsweep.choose.search import exhaustively
+
+        return exhaustively(loaded)
+
+    loaded = read()
+    replays = loaded.device == "replay"
+    if not replays:  # it imports PyTorch beside what follows
+        context.call_on_close(trace.begin(loaded.calls))
+
     from attnsweep.compile.calls import plan_alone
     from attnsweep.device.lock import BusyError
     from attnsweep.specs.plan import Shard
@@ -344,13 +363,7 @@ def run(
     from attnsweep.tools.compile import target_arch
     from attnsweep.tools.doctor import without_gpu
 
-    def read() -> SweepSpec:
-        loaded = load(spec, kernels, set_ or (), problem or ())
-        return exhaustively(loaded) if exhaustive else loaded
-
     part = None if shard is None else Shard.parse(shard)
-    loaded = read()
-    replays = loaded.device == "replay"
     refuse_idle_of_run(context, dry_run=dry_run, replays=replays, json_=json_)
     if gpus is not None and scheduler is not None:
         hint = "start a Dask worker for each card of this machine to use them too"

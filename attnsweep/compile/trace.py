@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -35,6 +35,7 @@ from attnsweep.core.errors import CompileError, CompilerLost, KernelError
 from attnsweep.core.files import write_file
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, Value
+from attnsweep.core.user_code import source_digest
 from attnsweep.family.called import Tuning
 from attnsweep.family.launch import Launch
 from attnsweep.family.params import Config
@@ -110,13 +111,13 @@ class Tracer:
         facts = self.call, self.arch.name, str(self.arch.sm_count), str(self._jobs)
         self._ended.clear()
         self._asked[0] = ready = Future[Any]()
-        self._process = self._popen(
-            [sys.executable, "-Pc", _START, *facts],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "TRITON_INTERPRET": str(int(self._interpreted))},
-        )
+        self._process = None if self._interpreted else _begun.taken()
+        if self._process is None:
+            self._process = _started(facts, interpreted=self._interpreted)
+        else:
+            with contextlib.suppress(OSError):  # it has ended, and said why
+                self._process.stdin.write(json.dumps(facts).encode() + b"\n")
+                self._process.stdin.flush()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
         try:
@@ -126,6 +127,7 @@ class Tracer:
             self._process = None  # whoever asks again hears the same
             raise KernelError(error.what, where=self.call) from error
         self._keep(self._known_files, files)
+        self._keep(_seen(self._cache_dir.parent, self.call), True)
         return files
 
     @cached_property
@@ -378,6 +380,69 @@ class Tracer:
             return None
 
 
+def _started(facts: Sequence[str], *, interpreted: bool = False) -> Any:
+    """A process that traces; without facts it waits to be told them."""
+    return Tracer._popen(
+        [sys.executable, "-Pc", _START, *facts],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TRITON_INTERPRET": str(int(interpreted))},
+    )
+
+
+class _Begun:
+    """A process that traces, begun before it is known what: it imports PyTorch meanwhile."""
+
+    def __init__(self) -> None:
+        self._process: Any = None
+        self._where: Any = None
+
+    def begin(self) -> None:
+        """Start it, if it is not there."""
+        if self._process is None:
+            self._process, self._where = _started(()), self._here()
+
+    def taken(self) -> Any:
+        """The process, which is the caller's now; None if it was not begun, or elsewhere."""
+        if self._process is None or self._where != self._here():
+            return None
+        process, self._process = self._process, None
+        return process
+
+    def end(self) -> None:
+        """End it if nobody has taken it."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()
+
+    @staticmethod
+    def _here() -> tuple[str, dict[str, str]]:
+        """Where it is begun: the directory, and what variables say of code."""
+        return os.getcwd(), _variables((*_VARIABLES, *_OF_FACTORIES))
+
+
+_begun = _Begun()
+
+
+def begin(calls: Iterable[str]) -> Callable[[], None]:
+    """Start what traces before its architecture is known, if a callable was not traced as it is.
+
+    The next Tracer has it. Returns what ends it if none did.
+    """
+    if not all(_seen(default_cache_dir() / "traced", call).exists() for call in calls):
+        _begun.begin()
+    return _begun.end
+
+
+def _seen(folder: Path, call: str) -> Path:
+    """What is there if a callable was traced as its file is now, on any card."""
+    return folder / "seen" / _digest([os.getcwd(), call, source_digest(call)])
+
+
 def _then(asked: Future[Any], make: Callable[[Any], Traced]) -> Future[Traced]:
     """What is made of an answer, once it is there."""
     made: Future[Traced] = Future()
@@ -452,14 +517,18 @@ _NONE_OF_CODE = (
 )
 
 
+def _variables(begin: Sequence[str]) -> dict[str, str]:
+    """Variables whose names begin so, and that change what is compiled."""
+    own = (n for n in os.environ if n.startswith((*begin,)) and n not in _NONE_OF_CODE)
+    return {name: os.environ[name] for name in own}
+
+
 def _versions(call: str) -> dict[str, str]:
     begin, packages = [*_VARIABLES], ["triton", "torch"]
     if Asked.of(call).factory:
         begin += _OF_FACTORIES
         packages += ["tilelang", "nvidia-cutlass-dsl"]
-    told = {
-        n: v for n, v in os.environ.items() if n.startswith((*begin,)) and n not in _NONE_OF_CODE
-    }
+    told = _variables(begin)
     found = {}
     for name in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 Replay = Callable[[], None]
 
@@ -14,19 +15,39 @@ _SHORT = 0.7
 _TIMES_LONGER = 4
 
 
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Collect no garbage meanwhile: a finalizer that waits for the device ends the capture.
+class _Collection:
+    """How many contexts of all threads want no garbage to be collected, and whether it was."""
 
-    On an H100 cuDNN's handle of the problem before was destroyed in a capture: the process died.
+    def __init__(self) -> None:
+        self._lock, self._without, self._was = threading.Lock(), 0, True
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """See uncollected."""
+        with self._lock:
+            if not self._without:
+                self._was = gc.isenabled()
+                gc.disable()
+            self._without += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._without -= 1
+                if not self._without and self._was:
+                    gc.enable()
+
+
+_collection = _Collection()
+
+
+def uncollected() -> AbstractContextManager[None]:
+    """Collect no garbage meanwhile, nor until the same contexts of other threads end.
+
+    A finalizer that waits for the device ends a capture: on an H100 cuDNN's handle of the problem
+    before was destroyed in one, and the process died.
     """
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
+    return _collection.paused()
 
 
 def lasting(

@@ -97,8 +97,13 @@ class SweepSpec:
     @property
     def imported(self) -> tuple[str, ...]:
         """Baselines and calls, whose packages are imported while candidates compile."""
+        return (*self.baselines, *self.candidates, *self.calls)
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """The callables whose configs are swept."""
         calls = (self.families[name].call for name in self.used if name in self.families)
-        return (*self.baselines, *self.candidates, *filter(None, calls))
+        return tuple(filter(None, calls))
 
     def resolved(self, relative_to: Path | None = None) -> str:
         """YAML of this spec with every default written out; `load_spec` reads it back equal.

@@ -170,7 +170,7 @@ FAULTS = {
     "prints": "no trace: a call launches no kernel",
     "reads": "no trace: tuned.py:faulty raised DataDependentOutput",
     "differentiates": "no trace: tuned.py:faulty raised RuntimeError",
-    "makes a stream": "no trace: tuned.py:faulty raised RuntimeError",
+    "makes a stream": "no trace: tuned.py:faulty raised ",  # what depends on PyTorch's build
     "waits": "no trace: tuned.py:faulty raised NoCard: synchronize",
     "asks for the cache": "no trace: tuned.py:faulty raised NoCard: L2_cache_size",
     "slices": "traced: copied",

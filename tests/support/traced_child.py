@@ -3,12 +3,11 @@
 import sys
 from pathlib import Path
 
-from attnsweep.compile.traced import fake, server, triton
-from attnsweep.core.hardware import ARCHS
+from attnsweep.compile.traced import server, triton, warm  # noqa: F401 -- Triton's part is imported too
 from attnsweep.core.user_code import user_modules
 
-fake.warm_up(ARCHS["sm_90a"])
-triton.warm_up()
+warm.import_all()
+warm.digest()
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from attnsweep.compile.trace import Tracer
+from attnsweep.compile.trace import Tracer, begin
 from attnsweep.core.errors import CompilerLost, KernelError, ToolchainError
 from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem
@@ -92,3 +92,60 @@ def test_a_file_that_cannot_be_imported_again_says_so_each_time(tracer_of, tmp_p
     for _ in range(2):
         with pytest.raises(KernelError, match=r"mine\.py:f: ValueError: no such place"):
             again.submit(PROBLEM, {"BLOCK": 64})
+
+
+@pytest.fixture
+def begun(tmp_path, monkeypatch):
+    """Begins what runs a text, in a directory with a callable; returns what was started, each with its arguments."""
+    started = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ATTNSWEEP_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "mine.py").write_text("")
+
+    def make(text):
+        def popen(command, **how):
+            started.append((command[3:], subprocess.Popen([sys.executable, "-c", BEGIN + text], **how)))
+            return started[-1][1]
+
+        monkeypatch.setattr(Tracer, "_popen", staticmethod(popen))
+        ends.append(begin(["mine.py:f"]))
+        return started
+
+    ends = []
+    yield make
+    for end in ends:
+        end()
+    assert all(process.poll() is not None for _, process in started)
+
+
+def test_what_is_begun_early_is_told_what_it_traces_and_begun_no_second_time(begun, tmp_path):
+    started = begun("facts = ask(); say(0, value={facts[0]: 'digest'}); ask()")
+    tracer = Tracer("mine.py:f", ARCHS["sm_90a"])
+    assert tracer.files == {"mine.py:f": "digest"}
+    assert [arguments for arguments, _ in started] == [[]]
+    tracer.close()
+    begin(["mine.py:f"])
+    assert len(started) == 1  # it was traced as it is
+    (tmp_path / "mine.py").write_text("f = None")
+    begin(["mine.py:f"])
+    assert len(started) == 2
+
+
+def test_what_is_begun_early_and_cannot_import_says_why(begun):
+    begun("say(0, failed='tracing needs triton, which is not installed'); sys.exit(1)")[0][1].wait(10)
+    with pytest.raises(KernelError, match="tracing needs triton"):
+        _ = Tracer("mine.py:f", ARCHS["sm_90a"]).files
+
+
+@pytest.mark.parametrize("other", ["directory", "variable", "interpreter"])
+def test_what_is_begun_early_elsewhere_is_for_none(begun, tmp_path, monkeypatch, other):
+    started = begun("say(0, value={}); ask()")
+    (tmp_path / "other").mkdir()
+    if other == "directory":
+        monkeypatch.chdir(tmp_path / "other")
+    if other == "variable":
+        monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    tracer = Tracer("mine.py:f", ARCHS["sm_90a"], interpreted=other == "interpreter")
+    assert tracer.files == {}
+    assert [len(arguments) for arguments, _ in started] == [0, 4]
+    tracer.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dis
 import hashlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnsweep.core.hardware import Arch
+from attnsweep.core.hardware import ARCHS, Arch
 from attnsweep.core.problem import Problem
 from attnsweep.core.user_code import type_of
 
@@ -63,6 +64,13 @@ def cannot_be_traced(error: BaseException | None) -> bool:
     return not is_fault
 
 
+def _plain(mode: type[Any]) -> type[Any]:
+    """A mode without what keeps torch.compile, which a trace has none of, out of it."""
+    mode.__torch_dispatch__ = inspect.unwrap(mode.__torch_dispatch__)
+    return mode
+
+
+@_plain
 class Operations(TorchDispatchMode):  # type: ignore[misc]
     """Digests the tensor operations of a call: what the host does beside launching."""
 
@@ -98,6 +106,7 @@ def _said(value: Any) -> str:
     return repr(value)
 
 
+@_plain
 class _NoCard(FakeTensorMode):  # type: ignore[misc]
     """FakeTensorMode as it is without a card, though `is_available` says that there is one.
 
@@ -105,6 +114,10 @@ class _NoCard(FakeTensorMode):  # type: ignore[misc]
     """
 
     avoid_device_init = True
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.cache_enabled = False  # of outputs, whose keys need SymPy
 
 
 @contextmanager
@@ -162,7 +175,7 @@ def no_card(arch: Arch, *, real: bool = False) -> Iterator[None]:
             stack.enter_context(mock.patch.object(FakeTensor, "__dlpack__", _exported))
             on_host = mock.patch.object(FakeTensor, "__dlpack_device__", return_value=_HOST)
             stack.enter_context(on_host)
-            stack.enter_context(_NoCard(allow_non_fake_inputs=True))
+            stack.enter_context(_NoCard())
         yield
 
 
@@ -200,16 +213,16 @@ def inputs_of(problem: Problem) -> list[FakeTensor]:
     ]
 
 
-def warm_up(arch: Arch) -> None:
+def warm_up() -> None:
     """Prepare this process, which has no card, to make tensors of one.
 
-    PyTorch imports what it needs for the first, 2 s, that each fork spares.
+    PyTorch imports what it needs for the first, which each fork spares.
     """
     with suppress(OSError, ValueError):  # slices and iterations ask what guards a device in C++
         library = ctypes.CDLL(os.path.join(_TORCH, "lib", "libc10.so"))
         guards = (ctypes.c_void_p * 2).in_dll(library, _GUARDS)
         guards[1] = guards[0]  # of the host, which does nothing
-    with no_card(arch):
+    with no_card(next(iter(ARCHS.values()))):
         torch.empty_like(
             torch.empty(1, 2, 3, 4, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
         )

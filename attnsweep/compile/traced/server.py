@@ -7,6 +7,7 @@ It imports the user's file once, without a visible GPU, and forks for each reque
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import importlib
 import inspect
@@ -25,7 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from attnsweep.compile.traced import others
+from attnsweep.compile.traced import others, warm
 from attnsweep.core.callables import Asked
 from attnsweep.core.cases import called_cases, served_cases
 from attnsweep.core.errors import Unavailable, in_short
@@ -339,7 +340,8 @@ class Server:
                 os.close(come)
                 self._requests.close()  # or it would be asked still if this process outlives it
                 self._replies.close()
-                os.write(go, json.dumps(_done(self._traced, request)).encode() + b"\n")
+                reply = _done(self._traced, request) | {"used": warm.used()}
+                os.write(go, json.dumps(reply).encode() + b"\n")
             os._exit(0)
         os.close(go)
         return come, Child(number, pid, time.monotonic() + limit_s, limit_s)
@@ -357,8 +359,10 @@ class Server:
                 died = signal.Signals(-code).name if code < 0 else f"exit code {code}"
                 reply = {"failed": f"its process died ({died})"}
                 reply |= {"killed": True} if code == -signal.SIGKILL else {}
+        used = reply.pop("used", ())
         self._replies.write(json.dumps({"number": child.number, **reply}).encode() + b"\n")
         self._replies.flush()
+        warm.use(used)
 
 
 def _kill(child: Child) -> None:
@@ -387,28 +391,40 @@ def _done(traced: Traced, request: dict[str, Any]) -> dict[str, Any]:
         return {"failed": in_short(error)}
 
 
+def _told(requests: IO[bytes]) -> list[str]:
+    """What would be the arguments; this process ends if nobody says."""
+    line = requests.readline()
+    if not line:
+        os._exit(0)
+    facts: list[str] = json.loads(line)
+    return facts
+
+
 def main() -> None:
-    """Arguments: the callable, the architecture, the card's SMs, and requests at once."""
-    call, arch, sm_count, jobs = sys.argv[1:]
+    """Arguments: the callable, the architecture, the card's SMs, and requests at once.
+
+    Without, the first line has them, as JSON: it is read when all but the user's file is imported.
+    """
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_DUMP_PTXAS_LOG": "1"}
     requests, replies = os.fdopen(os.dup(0), "rb", 0), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDWR)
     for own in (0, 1, 2):
         os.dup2(nothing, own)
+    gc.disable()  # what is imported stays: looking for what does not is a sixth of the time
     try:
+        importlib.import_module("triton")
+        digests = threading.Thread(target=warm.digest)
+        digests.start()
+        warm.import_all()
+        call, arch, sm_count, jobs = sys.argv[1:] or _told(requests)
         card = replace(arch_named(arch), sm_count=int(sm_count))
         others.ready(arch, tempfile.gettempdir())
-        fake, triton = (
-            importlib.import_module(f"attnsweep.compile.traced.{name}")
-            for name in ("fake", "triton")
-        )
-        digests = threading.Thread(target=triton.warm_up)  # which needs no Python meanwhile
-        digests.start()
         sys.path.insert(0, os.getcwd())  # where the user's file may import from, as `python -m` may
         traced = Traced(call, card)
-        fake.warm_up(card)
         ready = traced.closure()
         digests.join()  # before the first fork
+        gc.freeze()
+        gc.enable()
     except BaseException as error:  # a module may raise anything while it is imported
         why = str(error) if isinstance(error, Unavailable) else in_short(error)
         if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "triton"):

@@ -52,12 +52,6 @@ class Launched:
     """ptxas's."""
 
 
-def warm_up() -> None:
-    """Digest Triton's own files, half a gigabyte, which keys of its cache have: forks spare it."""
-    for module in (triton.runtime.cache, triton.compiler.compiler):  # since 3.4, and before
-        getattr(module, "triton_key", int)()
-
-
 def values_of(config: triton.Config) -> dict[str, Any]:
     """A config's parameters, and the options that are not Triton's usual ones in every config."""
     return {**config.kwargs, **{name: getattr(config, name) for name in USUAL}}

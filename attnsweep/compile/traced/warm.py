@@ -1,0 +1,187 @@
+"""What a process that traces imports before it forks, and what of PyTorch it is spared.
+
+What makes tensors without memory imports torch._dynamo and SymPy, which take as long as all else of
+PyTorch, and hardly uses them. They are executed when more of them is asked for than stands in for
+them here: a PyTorch whose tensors ask for more is slower by that, and no worse.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import reduce
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from operator import and_, eq, or_
+from types import ModuleType
+from typing import Any
+
+
+def digest() -> None:
+    """Have Triton read its own files, half a gigabyte, which keys of its cache have.
+
+    It needs no PyTorch and hardly Python: another thread may import PyTorch meanwhile.
+    """
+    import triton.compiler.compiler
+    import triton.runtime.cache
+
+    for module in (triton.runtime.cache, triton.compiler.compiler):  # since 3.4, and before
+        getattr(module, "triton_key", int)()
+
+
+def import_all() -> None:
+    """Import what tensors without memory, and Triton's compiler, import for the first call."""
+    from attnsweep.compile.traced import fake
+
+    if os.environ.get("TRITON_INTERPRET") != "1":  # there calls run, those of torch.compile too
+        sys.meta_path.insert(0, _Executed)
+        for name in _SPARED:
+            with suppress(ImportError):  # another PyTorch has no such module
+                _leave(name)
+    fake.warm_up()
+    for name in ("triton.compiler.code_generator", "triton.experimental.gluon.language"):
+        with suppress(Exception):  # which a compilation raises again, with all that it says
+            importlib.import_module(name)
+
+
+class _Later(ModuleType):
+    """A module that is executed when it is first asked for what it does not have yet."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__path__" and _inside(self) is None:
+            raise AttributeError(name)
+        _execute(self)
+        return getattr(self, name)
+
+
+class _Executed:
+    """Finds modules that are there: a package that is executed for one of its own imports it."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG004
+        """What the import system asks with the path of the package, which executes that."""
+        module = sys.modules.get(name)
+        return None if module is None or target is not None else ModuleSpec(name, _As(module))
+
+
+class _As(Loader):
+    """Loads a module that is there."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:  # noqa: ARG002
+        """The module as it is."""
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Leave it as it was."""
+        module.__spec__ = self._spec
+
+
+def _inside(module: ModuleType) -> list[str] | None:
+    """The `__path__` of a package; None of a module."""
+    assert module.__spec__ is not None
+    return module.__spec__.submodule_search_locations
+
+
+def _execute(module: ModuleType) -> None:
+    """Execute a module if it was left for later."""
+    if isinstance(module, _Later):
+        assert module.__spec__ is not None
+        assert module.__spec__.loader is not None
+        module.__class__ = ModuleType  # type: ignore[assignment]
+        if (inside := _inside(module)) is not None:
+            module.__path__ = inside
+        module.__spec__.loader.exec_module(module)
+
+
+def _leave(name: str) -> None:
+    """Leave a module for later, if it is there and was not executed."""
+    spec = None if name in sys.modules else importlib.util.find_spec(name)
+    if spec is None:
+        return
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        if name == _DYNAMO:  # its settings are a file of their own
+            vars(module)["config"] = importlib.import_module(f"{name}.config")
+    except ImportError:
+        del sys.modules[name]
+        raise
+    vars(module).pop("__path__", None)  # or what is imported from a package would not execute it
+    vars(module).update(_SPARED[name](module))
+    module.__class__ = _Later
+    package, _, own = name.rpartition(".")
+    if package:
+        setattr(sys.modules[package], own, module)
+
+
+def used() -> list[str]:
+    """The modules left for later that this process has executed."""
+    return [name for name in _SPARED if not isinstance(sys.modules.get(name, _NONE), _Later)]
+
+
+def use(names: Iterable[str]) -> None:
+    """Execute modules that a fork has used, which the next ones are spared."""
+    for name in names:
+        with suppress(Exception):
+            _execute(importlib.import_module(name))
+
+
+def _disable(fn: Any = None, *_: Any, **__: Any) -> Any:
+    """What keeps torch.compile out of a function."""
+    return fn if fn is not None else _disable
+
+
+def _of_sizes(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    """Functions of sizes, which may be symbols: what they return for numbers."""
+    return {
+        name: _standing_in(module, name, of_numbers)
+        for names, of_numbers in _OF_NUMBERS.items()
+        for name in names.split()
+    }
+
+
+def _standing_in(
+    module: ModuleType, name: str, of_numbers: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    def called(*args: Any, **how: Any) -> Any:
+        if of_numbers is not None and not how and all(map(_is_number, args)):
+            return of_numbers(*args)
+        _execute(module)
+        return getattr(module, name)(*args, **how)
+
+    return called
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number, or a shape of numbers."""
+    return type(value) in (bool, int) or (isinstance(value, tuple) and all(map(_is_number, value)))
+
+
+_OF_NUMBERS: dict[str, Callable[..., Any] | None] = {
+    "guard_or_false guard_or_true guard_size_oblivious statically_known_true": bool,
+    "sym_and": lambda *each: reduce(and_, each),
+    "sym_or": lambda *each: reduce(or_, each),
+    "sym_eq": eq,
+    "is_nested_int": lambda size: False,  # noqa: ARG005
+    "has_hint has_guarding_hint": lambda size: True,  # noqa: ARG005
+    "expect_true guard_int size_hint guarding_hint_or_throw": lambda value, *_: value,
+    # Every operation imports these, and calls them for symbols alone.
+    "compute_unbacked_bindings free_unbacked_symbols": None,
+}
+
+_DYNAMO, _NONE = "torch._dynamo", _Later("none")
+_SPARED: dict[str, Callable[[ModuleType], dict[str, Any]]] = {
+    # Operations ask whether a value is one of these, which none is before they are executed.
+    "sympy": lambda _: {"Basic": type("Basic", (), {})},
+    "torch.distributed.tensor": lambda _: {"DTensor": type("DTensor", (), {})},
+    "torch.fx.experimental.symbolic_shapes": _of_sizes,
+    "torch.utils._sympy.functions": lambda module: {"Max": _standing_in(module, "Max")},
+    _DYNAMO: lambda _: {"disable": _disable},
+}
+"""What stands in for each module."""
