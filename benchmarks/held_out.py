@@ -4,7 +4,8 @@
 
 For each problem of a recorded run (held_out_paged, held_out_append): the config that
 attnsweep.flash_attn_with_kvcache chooses by the winners of other runs, its recorded time, and that
-of the run's best and of FlashAttention-3 with its metadata ready. Needs no GPU.
+of the run's best and of FlashAttention-3 with its metadata ready, of an FP8 cache with its queries
+in FP8 too, whose error is over our limit. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def rows_of(path: Path) -> Any:
     for trial in run.trials:
         if trial.time_us is None:
             continue
-        if trial.provider == "flash_attn_3_ready":
+        if trial.provider in ("flash_attn_3_ready", "flash_attn_3_fp8_ready"):
             theirs[trial.problem] = trial.time_us.median
         elif trial.provider == "attnsweep":
             config = {name: value for name, value in trial.config.items() if name != "LSE"}
