@@ -144,8 +144,8 @@ class ShortSteps:
 
     A place is a code object and the number of an instruction in it.
     settled: by `number`, the kinds whose gradients were alike so often that nobody watches them:
-    whether tensors are alike in all but addresses, whether it is causal, the code object, and the
-    class of the output's grad_fn.
+    whether tensors are alike in all but addresses, whether it is causal, the code object, and what
+    the class of the output's grad_fn must be, or None: see Steps.asked.
     """
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ class ShortSteps:
             ):
                 masks = (None, dropout_p or -0.0, is_causal)
                 out = sdpa(query, key, value, *masks, scale=scale, enable_gqa=enable_gqa)
-                known = type(out.grad_fn) is backend
+                known = backend is None or type(out.grad_fn) is backend
                 return out if known else watched(out, query, key, value)
         return None
 
@@ -192,7 +192,7 @@ class ShortSteps:
         for alike, is_causal, steps, _ in self._kinds.get(place, ()):
             if is_causal is causal and alike(query, key, value):
                 if not steps.left and not any(alike is each for each, *_ in self._of(place)):
-                    one = alike, causal, code, steps.backend
+                    one = alike, causal, code, steps.asked
                     self.settled[place] = (one, *self._of(place)[:3])
                 return steps
         return None

@@ -29,7 +29,9 @@ _operator = Operator(read_table(Path(__file__).parent), _name)
 _varlen = VarlenOperator(_operator)
 _fp8 = Fp8Operator(_operator)
 # Looked up once: each is asked in every call.
-_Tensor, _is_compiling = torch.Tensor, torch.compiler.is_compiling
+_Tensor = torch.Tensor
+# With cold caches, which a step leaves, is_compiling takes three times as long: 4 us of 40 here.
+_is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled, _SHORT = torch.is_grad_enabled, SHORT.code
 _in_function_mode = torch._C._is_torch_function_mode_enabled
 _counts, _shorts, _settled = _operator.counts, _operator.shorts, _operator.short_steps.settled
@@ -319,12 +321,12 @@ class _Routed(PatchedAttention):
                     ):
                         _counts[_SHORT] += 1
                         dropout_p = dropout_p or -0.0  # as `attend` does
-                        how: Any = (None, dropout_p, is_causal)
                         if scale is None and not enable_gqa:  # names take PyTorch 0.2 us to read
-                            out = sdpa(query, key, value, *how)
+                            out = sdpa(query, key, value, None, dropout_p, is_causal)
                         else:
-                            out = sdpa(query, key, value, *how, scale=scale, enable_gqa=enable_gqa)
-                        if type(out.grad_fn) is backend:
+                            names = {"scale": scale, "enable_gqa": enable_gqa}
+                            out = sdpa(query, key, value, None, dropout_p, is_causal, **names)
+                        if backend is None or type(out.grad_fn) is backend:
                             return out
                         return watched(out, query, key, value)
                 short = not nested and (

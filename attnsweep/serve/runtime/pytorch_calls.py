@@ -477,6 +477,15 @@ class Steps:
         self.backend: type | None = None
         """The class of the outputs' grad_fn."""
 
+    @property
+    def asked(self) -> type | None:
+        """The backend that outputs of a settled step must have; None if it is cuDNN.
+
+        What cuDNN reads rightly, others do, and asking takes as long as four other questions.
+        """
+        by_cudnn = self.backend is not None and self.backend.__name__ == _OF_CUDNN
+        return None if by_cudnn else self.backend
+
     def watch(self, out: torch.Tensor, copied: _Copied) -> None:
         """Count the gradient of an output, when there is one, while they are not settled.
 
