@@ -124,7 +124,7 @@ class Tracer:
         except CompileError as error:
             self.close()
             self._process = None  # whoever asks again hears the same
-            raise KernelError(error.what, where=self.call) from error
+            raise KernelError(said_of(self.call, error.what)) from error
         self._keep(self._known_files, files)
         return files
 
@@ -390,6 +390,11 @@ def _then(asked: Future[Any], make: Callable[[Any], Traced]) -> Future[Traced]:
 
     asked.add_done_callback(answered)
     return made
+
+
+def said_of(call: str, what: str) -> str:
+    """What is wrong with a callable, with its name once."""
+    return what if call in what else f"{call}: {what}"
 
 
 class Tracers:

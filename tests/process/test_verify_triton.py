@@ -62,3 +62,64 @@ def test_the_kernels_that_calls_are_measured_with_are_right(call, values, shapes
     done = attnsweep("verify", call, values, *(word for shape in shapes for word in ("--problem", shape)))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 findings in 2 cases" in done.stderr
+
+
+OWN = """import torch
+
+def attention(q, k, v, causal=False):
+    assert k.shape == q.shape
+    shown = torch.ones(len(q[0, 0]), len(k[0, 0]), dtype=torch.bool).tril()
+    scores = q.float() @ k.float().mT * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~shown, float("-inf")) if causal else scores
+    return (scores.softmax(-1) @ v.float()).to(q.dtype)
+
+def masked(q, k, v, mask):
+    return q
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_a_bare_assert_is_quoted_and_leads_to_supports(attnsweep, here):
+    (here / "own.py").write_text(OWN)
+    advice = "if it serves no such problems, let supports(problem) in its file say so"
+    grouped = ("--problem", "1,2/1,33,16", "--problem", "1,2,33,16 causal")
+    done = attnsweep("verify", "own.py:attention", *grouped)
+    first, said = done.stdout.strip().splitlines()
+    assert first == "attention: (1,2/1,33,16) fp16 full, normal:"
+    assert said == "own.py:attention raised AssertionError: assert k.shape == q.shape (own.py:4)"
+    assert advice in done.stderr
+    (here / "own.py").write_text(OWN + "\ndef supports(problem):\n    return problem.heads == 2\n")
+    done = attnsweep("verify", "own.py:attention", *grouped)
+    assert done.returncode == 1
+    assert advice not in done.stderr
+    (here / "own.py").write_text(OWN)
+    done = attnsweep("inspect", "own.py:attention", "--problem", "1,2/1,33,16")
+    assert done.returncode == 2
+    assert "\n1: own.py:attention raised AssertionError: assert k.shape == q.shape (own.py:4)\n" in done.stdout
+    arguments = ("1,2/1,33,16", "--kernel", "own.py:attention", "--dry-run", "--arch", "sm_90a")
+    done = attnsweep("tune", *arguments)
+    assert done.stderr == (
+        "error: kernels: own_attention: own.py:attention raised AssertionError: assert k.shape == q.shape (own.py:4)\n"
+        f"  {advice}\n"
+    )
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ("own.py:atention",),
+            "cannot import own.py:atention: atention is not in it; its functions are attention, masked",
+        ),
+        (("own.py",), "of a callable, name the function: own.py:FUNCTION"),
+        (("own.py:masked",), "own.py: serves none of the small cases: it takes 4 tensors, and a call has 3"),
+        (("own.py:masked", "--problem", "1,2,33,16"), "own.py:masked cannot run (1,2,33,16) fp16 full: it takes 4"),
+    ],
+)
+def test_a_callable_that_cannot_be_verified_is_refused_with_the_reason(arguments, says, attnsweep, here):
+    (here / "own.py").write_text(OWN)
+    done = attnsweep("verify", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+    assert "raised" not in done.stderr
