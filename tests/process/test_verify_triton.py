@@ -123,3 +123,12 @@ def test_a_callable_that_cannot_be_verified_is_refused_with_the_reason(arguments
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr
     assert "raised" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "compile"])
+@pytest.mark.parametrize(("name", "call"), [("own.py", "own.py:FUNCTION"), ("own.py:attention", "own.py:attention")])
+def test_a_kernel_in_a_specs_place_is_told_what_sweeps_it(name, call, command, attnsweep, here):
+    (here / "own.py").write_text(OWN)
+    done = attnsweep(command, name)
+    assert done.returncode == 2
+    assert f"{name}: a kernel, and no spec\n  attnsweep tune --kernel {call} SHAPE sweeps it" in done.stderr
