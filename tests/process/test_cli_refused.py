@@ -222,3 +222,8 @@ def test_a_package_that_cannot_be_imported_is_no_verdict():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 70
     assert done.stderr.endswith("error: attnsweep cannot start: install it again\n")
+
+
+def test_the_example_of_an_error_is_what_is_said(attnsweep):
+    said = attnsweep("run", "nosuch.yaml").stderr
+    assert f"$ attnsweep run nosuch.yaml\n{said}```" in (ROOT / "docs/reference/exit-codes.md").read_text()
