@@ -32,7 +32,10 @@ from attnsweep.family.space import Selection, Space, Values
 from attnsweep.specs.load import SweepSpec
 from attnsweep.specs.plan import PlannedProblem, plan
 
-SAY_SO = "if it serves no such problems, let supports(problem) in its file say so"
+SAY_SO = (
+    "what it does not serve, such as grouped heads, other lengths or masks, supports(problem) in "
+    "its file must refuse"
+)
 """What to do about a callable that raises."""
 
 CONFIGS = "config"
@@ -65,7 +68,8 @@ def with_calls(spec: SweepSpec, tracers: Tracers) -> SweepSpec:
         except CompileError as error:
             where, what = f"kernels: {name}", said_of(family.call, error.what)
             raised = "no autotuner" not in what
-            hint = SAY_SO if raised else "name its parameters, as M: [64, 128]"
+            own = f"in a spec, as {name}: {{call: '{family.call}', M: [64, 128]}}"
+            hint = SAY_SO if raised else f"{own}; or give its kernel an autotuner"
             raise SpecError(what, where=where, hint=hint) from error
         families[name], kernels[name] = known
     return replace(spec, kernels=kernels, families=families)

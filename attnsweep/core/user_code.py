@@ -83,7 +83,8 @@ def imported(name: str) -> tuple[Any, Callable[..., Any]]:
     except BaseException as error:  # a module may raise anything while it is imported
         why = f"{CANNOT_IMPORT} {name}: {type(error).__name__}: {error}{remedy(error)}"
         raise Unavailable(why) from error
-    if not callable(function):
+    # A kernel of Triton's is called with a grid, by the function that is asked for.
+    if not callable(function) or type(function).__module__.startswith("triton."):
         what = f"is no callable but {type(function).__name__}"
         why = f"{attribute} {'is not in it' if function is None else what}"
         raise Unavailable(f"{CANNOT_IMPORT} {name}: {why}{_functions_of(module)}")

@@ -77,22 +77,30 @@ def masked(q, k, v, mask):
     return q
 """
 
+FAULTY = """import torch
+import triton
+import triton.language as tl
+
+@triton.jit
+def kernel(o, N: tl.constexpr):
+    tl.store(o + tl.arange(0, N), nowhere)
+
+def attention(q, k, v):
+    kernel[(1,)](q, 16)
+    return torch.empty_like(q)
+"""
+
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_a_bare_assert_is_quoted_and_leads_to_supports(attnsweep, here):
     (here / "own.py").write_text(OWN)
-    advice = "if it serves no such problems, let supports(problem) in its file say so"
+    advice = "what it does not serve, such as grouped heads, other lengths or masks, supports(problem) in its file"
     grouped = ("--problem", "1,2/1,33,16", "--problem", "1,2,33,16 causal")
     done = attnsweep("verify", "own.py:attention", *grouped)
     first, said = done.stdout.strip().splitlines()
     assert first == "attention: (1,2/1,33,16) fp16 full, normal:"
     assert said == "own.py:attention raised AssertionError: assert k.shape == q.shape (own.py:4)"
     assert advice in done.stderr
-    (here / "own.py").write_text(OWN + "\ndef supports(problem):\n    return problem.heads == 2\n")
-    done = attnsweep("verify", "own.py:attention", *grouped)
-    assert done.returncode == 1
-    assert advice not in done.stderr
-    (here / "own.py").write_text(OWN)
     done = attnsweep("inspect", "own.py:attention", "--problem", "1,2/1,33,16")
     assert done.returncode == 2
     assert "\n1: own.py:attention raised AssertionError: assert k.shape == q.shape (own.py:4)\n" in done.stdout
@@ -100,8 +108,10 @@ def test_a_bare_assert_is_quoted_and_leads_to_supports(attnsweep, here):
     done = attnsweep("tune", *arguments)
     assert done.stderr == (
         "error: kernels: own_attention: own.py:attention raised AssertionError: assert k.shape == q.shape (own.py:4)\n"
-        f"  {advice}\n"
+        f"  {advice} must refuse\n"
     )
+    done = attnsweep("tune", "1,2,33,16", *arguments[1:])
+    assert "\n  in a spec, as own_attention: {call: 'own.py:attention', M: [64, 128]}; or give its" in done.stderr
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -123,6 +133,19 @@ def test_a_callable_that_cannot_be_verified_is_refused_with_the_reason(arguments
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr
     assert "raised" not in done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_what_triton_cannot_compile_is_named_and_no_kernel_is_taken_for_its_launcher(attnsweep, here):
+    (here / "faulty.py").write_text(FAULTY)
+    done = attnsweep("inspect", "faulty.py:attention", "--problem", "1,2,33,16")
+    assert done.returncode == 2
+    assert "raised CompilationError: at 2:34: NameError('nowhere is not defined')" in " ".join(done.stdout.split())
+    for command in ("inspect", "verify"):
+        done = attnsweep(command, "faulty.py:kernel")
+        assert done.returncode == 2
+        assert "kernel is no callable but " in done.stderr
+        assert "Function; its functions are attention" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["run", "compile"])
