@@ -33,8 +33,8 @@ from attnsweep.specs.load import SweepSpec
 from attnsweep.specs.plan import PlannedProblem, plan
 
 SAY_SO = (
-    "what it does not serve, such as grouped heads, other lengths or masks, supports(problem) in "
-    "its file must refuse"
+    "what it does not serve, such as grouped heads, other lengths, masks or a softcap, "
+    "supports(problem) in its file must refuse"
 )
 """What to do about a callable that raises."""
 

@@ -1,6 +1,7 @@
 """`attnsweep init --triton` writes a kernel, and `attnsweep verify` runs one, in Triton's interpreter."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from attnsweep.baselines import backend
 
 EXAMPLE = Path(backend.__file__).with_name("triton_kernel.py").read_text()
+TUTORIAL = Path(__file__).parent.parent.parent / "docs" / "tutorials" / "judge.md"
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +39,15 @@ def test_a_wrong_callable_is_a_paragraph_and_exit_code_1(attnsweep, here):
     assert first.endswith("(1,2/1,33x40,16) fp16 causal, normal:")
     assert said.startswith("wrong: error of o")
     assert "1 finding in 2 cases of 1 kernel" in done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_tutorials_kernel_is_right_where_it_says_that_it_serves(attnsweep, here):
+    (block, *_) = re.findall(r"```python\n(.+?)```", TUTORIAL.read_text(), re.DOTALL)
+    (here / "my_kernel.py").write_text(block)
+    done = attnsweep("verify", "my_kernel.py:forward", "--causal")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "0 findings in 11 cases" in done.stderr
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -94,7 +105,7 @@ def attention(q, k, v):
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_a_bare_assert_is_quoted_and_leads_to_supports(attnsweep, here):
     (here / "own.py").write_text(OWN)
-    advice = "what it does not serve, such as grouped heads, other lengths or masks, supports(problem) in its file"
+    advice = "masks or a softcap, supports(problem) in its file must refuse"
     grouped = ("--problem", "1,2/1,33,16", "--problem", "1,2,33,16 causal")
     done = attnsweep("verify", "own.py:attention", *grouped)
     first, said = done.stdout.strip().splitlines()
@@ -108,7 +119,7 @@ def test_a_bare_assert_is_quoted_and_leads_to_supports(attnsweep, here):
     done = attnsweep("tune", *arguments)
     assert done.stderr == (
         "error: kernels: own_attention: own.py:attention raised AssertionError: assert k.shape == q.shape (own.py:4)\n"
-        f"  {advice} must refuse\n"
+        f"  what it does not serve, such as grouped heads, other lengths, {advice}\n"
     )
     done = attnsweep("tune", "1,2,33,16", *arguments[1:])
     assert "\n  in a spec, as own_attention: {call: 'own.py:attention', M: [64, 128]}; or give its" in done.stderr
