@@ -121,6 +121,11 @@ def test_a_bare_assert_is_quoted_and_leads_to_supports(attnsweep, here):
         "error: kernels: own_attention: own.py:attention raised AssertionError: assert k.shape == q.shape (own.py:4)\n"
         f"  what it does not serve, such as grouped heads, other lengths, {advice}\n"
     )
+    done = attnsweep("tune", "1,2,33,16", "--kernel", "own.py:masked", *arguments[3:])
+    assert done.stderr == (
+        "error: tune-1-2-33-16-fp16-full-own_masked: no candidate is left for (1,2,33,16) fp16 full on sm_90a\n"
+        "  own_masked: it takes 4 tensors, and a call has 3\n"
+    )
     done = attnsweep("tune", "1,2,33,16", *arguments[1:])
     assert "\n  in a spec, as own_attention: {call: 'own.py:attention', M: [64, 128]}; or give its" in done.stderr
 
