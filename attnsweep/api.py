@@ -140,7 +140,8 @@ def tune(
     card = recorded or target.here(known, problems)
     search = {"strategy": DEFAULT_STRATEGY} | ({} if budget_s is None else {"budget_s": budget_s})
     request = Request(problems, run_name(problems, kernels), kernels, None, search)
-    document = Document.parse(Path(f"{request.name}.yaml"), starter(request, card, known))
+    text = starter(request, card, known)
+    document = Document.parse(Path(f"{request.name}.yaml"), text, made=True)
     return run(
         spec_of(document, known),
         known,

@@ -182,7 +182,7 @@ def inspect(
     if CALLABLE.fullmatch(subject):
         called = inspection.inspect_call(subject, given, shape, arch_named(arch or "sm_90a"))
         print_result(inspection.lines_of_call(called, console.width), called, json_)
-        return
+        raise typer.Exit(2 if called["failed"] == len(called["configs"]) else 0)
     place = Path(subject)
     if subject not in families and (place.suffix == ".py" or [*place.glob("[!_]*.py")]):
         own = families_at(place)

@@ -158,6 +158,7 @@ def verify(
     $ attnsweep verify mine --problem 1,2/1,97x161,64 --asan --seeds 8
     $ attnsweep verify attend.py:attention BLOCK_M=64 --causal
     """
+    from attnsweep.compile.calls import SAY_SO
     from attnsweep.core.callables import CALLABLE, Asked
     from attnsweep.core.errors import SpecError
     from attnsweep.core.hardware import arch_named
@@ -187,7 +188,8 @@ def verify(
     with made as machine, ThreadPoolExecutor(os.cpu_count() if called else 1) as pool:
         families = [machine.family] if called else families_at(kernel)
         for family in families:
-            asked = _runs(family, problem or (), head_dim, dtype, causal, inputs)
+            why = machine.refusal if called else None
+            asked = _runs(family, problem or (), head_dim, dtype, causal, inputs, why)
             runs, others = _configs(family, " ".join(config or ()), asked, configs_of, every)
             for chosen, cases in runs:
                 ran += len(cases)
@@ -203,7 +205,7 @@ def verify(
                     alike = kinds.setdefault(_kind(found), [])
                     alike.append(found)
                     if len(alike) == 1 and not json_:
-                        first = f"{found['kernel']} {found['config']}: {found['case']}:"
+                        first = f"{' '.join(filter(None, who.values()))}: {found['case']}:"
                         print_result([f"{first}\n{found['finding']}\n"], None, False)
             covered.append(_coverage(family, runs, others))
     number = counted(len(findings), "finding")
@@ -216,6 +218,8 @@ def verify(
             print_result(
                 [f"{like}\n  as in {'; '.join(each['case'] for each in more)}\n"], None, False
             )
+    if called and findings:
+        errors.print(Text(SAY_SO), soft_wrap=True)
     for each in covered:
         for line in _covered_lines(each):
             errors.print(Text(line), soft_wrap=True)
@@ -275,7 +279,7 @@ def _covered_lines(covered: dict[str, Any]) -> Iterator[str]:
     ran, left = dict(covered["ran"]), dict(covered["not_run"])
     configs, others = ran.pop("configs"), left.pop("other_configs")
     config = configs[0] if len(configs) == 1 else counted(len(configs), "config")
-    yield f"{covered['kernel']}: ran {config} · {in_words(ran)}"
+    yield f"{covered['kernel']}: ran {' · '.join(filter(None, (config, in_words(ran))))}"
     said = [f"{counted(others, 'other config')} (--all)"] if others else []
     said += [in_words(left)] if left else []
     if said:
@@ -309,10 +313,12 @@ def _runs(
     dtype: str | None,
     causal: bool,
     inputs: str,
+    refusal: Callable[[Problem], str | None] | None,
 ) -> Sequence[Sequence[Case]]:
     """The problems that are asked for, or the small cases of all that the declaration promises.
 
     The first of each list is the problem whose space its configs are of, and does not run.
+    refusal: why a callable serves no small case of a problem, or None.
     """
     from attnsweep.core.cases import Case, Inputs
     from attnsweep.core.errors import SpecError
@@ -333,10 +339,10 @@ def _runs(
     dim = head_dim or (64 if 64 in family.head_dims else family.some_head_dims[0])
     dtypes = family.dtypes if dtype is None else (read_dtype(dtype, "--dtype"),)
     wholes = forms(family, dtypes, ("causal",) if causal else family.masks, dim)
-    if family.call:
-        wholes = filter(family.serves, wholes)
-    found = [(Case(whole), *cases_of(family, whole)) for whole in wholes]
+    refused = {whole: refusal(whole) if refusal else None for whole in wholes}
+    found = [(Case(each), *cases_of(family, each)) for each, why in refused.items() if not why]
     if not any(cases for _, *cases in found):
-        what = "serves none of the small cases"
+        why = next(filter(None, refused.values()), "")
+        what = f"serves none of the small cases{': ' if why else ''}{why}"
         raise KernelError(what, where=family.declared_at, hint="give --problem")
     return found

@@ -162,7 +162,11 @@ def check(
                     own = calls_of(old, new, shapes, config_in(config, "--config"), slower)
                     sides = at_end.enter_context(own)
                 else:
-                    baseline, loaded = open_run(Path(str(against))), load(Path(*subject), kernels)
+                    place, loaded = Path(str(against)), load(Path(*subject), kernels)
+                    if not place.exists():
+                        hint = f"attnsweep run {subject[0]}, then attnsweep accept RUN {place}"
+                        raise StoreError("no such run", where=f"--against {place}", hint=hint)
+                    baseline = open_run(place)
                     sides = live.Winners.of(loaded, baseline, slower, other_driver=other_driver)
                 shown = progress.watch(errors, form, len(cards or [0]))
                 observer = at_end.enter_context(shown)

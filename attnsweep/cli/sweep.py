@@ -148,7 +148,7 @@ def tune(
     search |= {} if budget_s is None else {"budget_s": budget_s}
     asked = Request(problems, run_name(problems, names), names, kernels, search)
     text = starter(asked, target, families)
-    spec = spec_of(Document.parse(Path(f"{asked.name}.yaml"), text), families)
+    spec = spec_of(Document.parse(Path(f"{asked.name}.yaml"), text, made=True), families)
     if target.untried:
         errors.print(Text(f"note: {target.untried}"), soft_wrap=True)
     if save_spec is not None:

@@ -17,7 +17,7 @@ from elftools.elf.elffile import ELFFile
 from attnsweep.compile.candidate import Build
 from attnsweep.compile.launches import CallPlan, Candidate
 from attnsweep.compile.nvrtc import NOW, PERHAPS, SOON, Compiler, Cubin
-from attnsweep.compile.trace import Traced, Tracer, Tracers
+from attnsweep.compile.trace import Traced, Tracer, Tracers, said_of
 from attnsweep.core.callables import Asked
 from attnsweep.core.cases import called_cases, served_cases, small_cases
 from attnsweep.core.errors import CompileError, SpecError
@@ -31,6 +31,12 @@ from attnsweep.family.params import Param
 from attnsweep.family.space import Selection, Space, Values
 from attnsweep.specs.load import SweepSpec
 from attnsweep.specs.plan import PlannedProblem, plan
+
+SAY_SO = (
+    "what it does not serve, such as grouped heads, other lengths, masks or a softcap, "
+    "supports(problem) in its file must refuse"
+)
+"""What to do about a callable that raises."""
 
 CONFIGS = "config"
 """The axis of variants that an autotuner's own configs are."""
@@ -60,8 +66,11 @@ def with_calls(spec: SweepSpec, tracers: Tracers) -> SweepSpec:
         try:
             known = known_space(family, selection, tracers.of(family.call), problems)
         except CompileError as error:
-            where, hint = f"kernels: {name}", "name its parameters, as M: [64, 128]"
-            raise SpecError(f"{family.call}: {error.what}", where=where, hint=hint) from error
+            where, what = f"kernels: {name}", said_of(family.call, error.what)
+            raised = "no autotuner" not in what
+            own = f"in a spec, as {name}: {{call: '{family.call}', M: [64, 128]}}"
+            hint = SAY_SO if raised else f"{own}; or give its kernel an autotuner"
+            raise SpecError(what, where=where, hint=hint) from error
         families[name], kernels[name] = known
     return replace(spec, kernels=kernels, families=families)
 

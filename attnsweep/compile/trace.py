@@ -125,7 +125,7 @@ class Tracer:
         except CompileError as error:
             self.close()
             self._process = None  # whoever asks again hears the same
-            raise KernelError(error.what, where=self.call) from error
+            raise KernelError(said_of(self.call, error.what)) from error
         self._keep(self._known_files, files)
         self._keep(_seen(self._cache_dir.parent, self.call), True)
         return files
@@ -455,6 +455,11 @@ def _then(asked: Future[Any], make: Callable[[Any], Traced]) -> Future[Traced]:
 
     asked.add_done_callback(answered)
     return made
+
+
+def said_of(call: str, what: str) -> str:
+    """What is wrong with a callable, with its name once."""
+    return what if call in what else f"{call}: {what}"
 
 
 class Tracers:

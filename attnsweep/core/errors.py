@@ -31,12 +31,17 @@ def remedy(error: BaseException) -> str:
 def in_short(error: BaseException) -> str:
     """`ValueError: the first line of what it says (file.py:7)`: where it was raised.
 
-    For a compiler that is not installed, also the remedy.
+    One that says nothing, as a bare `assert`, has its line of code in place of that; one whose
+    first line leads to others, as Triton's `at 18:22:` above code, also the last. For a compiler
+    that is not installed, also the remedy.
     """
     at, lines = raised_at(error), [""]
     with suppress(BaseException):  # its text is the callable's that raised it, too
-        lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}{remedy(error)} ({at})"
+        lines = str(error).strip().splitlines() or [_raising(error).line or ""]
+        if lines[0].endswith(":") and len(lines) > 1:
+            lines[0] += f" {lines[-1].strip()}"
+    said = f": {lines[0][:300]}" if lines[0] else ""
+    return f"{type(error).__name__}{said}{remedy(error)} ({at})"
 
 
 def reason(error: OSError) -> str:
@@ -52,8 +57,13 @@ def reason(error: OSError) -> str:
 
 def raised_at(error: BaseException) -> str:
     """`file.py:7`."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    frame = _raising(error)
     return f"{os.path.basename(frame.filename)}:{frame.lineno}"
+
+
+def _raising(error: BaseException) -> traceback.FrameSummary:
+    """The call that raised an error."""
+    return traceback.extract_tb(error.__traceback__)[-1]
 
 
 class AttnsweepError(Exception):

@@ -79,14 +79,23 @@ def imported(name: str) -> tuple[Any, Callable[..., Any]]:
     try:
         with _from_here():
             module = _of_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
-        function: Callable[..., Any] = getattr(module, attribute)
+        function: Callable[..., Any] | None = getattr(module, attribute, None)
     except BaseException as error:  # a module may raise anything while it is imported
         why = f"{CANNOT_IMPORT} {name}: {type(error).__name__}: {error}{remedy(error)}"
         raise Unavailable(why) from error
-    what = type(function).__name__
-    if not callable(function):
-        raise Unavailable(f"{CANNOT_IMPORT} {name}: it is no callable but {what}")
+    # A kernel of Triton's is called with a grid, by the function that is asked for.
+    if not callable(function) or type(function).__module__.startswith("triton."):
+        what = f"is no callable but {type(function).__name__}"
+        why = f"{attribute} {'is not in it' if function is None else what}"
+        raise Unavailable(f"{CANNOT_IMPORT} {name}: {why}{_functions_of(module)}")
     return module, function
+
+
+def _functions_of(module: ModuleType) -> str:
+    """Which functions a module defines: one of them may be meant."""
+    known = {name: own for name, own in vars(module).items() if inspect.isfunction(own)}
+    own = [name for name, each in known.items() if each.__module__ == module.__name__]
+    return f"; its functions are {', '.join(own)}" if own else ""
 
 
 def _of_file(path: Path) -> ModuleType:

@@ -70,7 +70,8 @@ def load_kernel(path: Path) -> Family:
         raise KernelError(
             "defines no `kernel = Family(...)`",
             where=f"{path}:1",
-            hint="the name of a file without a family must begin with `_`",
+            hint=f"of a callable, name the function: {path.name}:FUNCTION; the name of another "
+            "file without a family must begin with `_`",
         )
     kernel.finish()
     return kernel

@@ -157,7 +157,7 @@ def explain(
     """
     sections: Sequence[Section] = sections_of(run)
     if problem is not None:
-        sections = [_of_problem(sections, problem)]
+        sections = [_of_problem(sections, problem, run)]
     recorded = outputs.read(run.directory)
     spec = kernels_of(run.spec_text)
     found, error = False, None
@@ -171,14 +171,15 @@ def explain(
         raise error
 
 
-def _of_problem(sections: Sequence[Section], text: str) -> Section:
+def _of_problem(sections: Sequence[Section], text: str, run: Run) -> Section:
     labels = {section.problem.label: section for section in sections}
     try:
         asked = Problem.parse(text).label
     except ProblemError as error:
         raise SpecError(error.what, hint=error.hint) from error
     if asked not in labels:
-        raise SpecError(f"the run has no problem {asked}", hint=nearest(asked, labels))
+        what, where = f"the run has no problem {asked}", str(run.directory)
+        raise SpecError(what, where=where, hint=nearest(asked, labels))
     return labels[asked]
 
 

@@ -23,7 +23,7 @@ from attnsweep.core.masks import CAUSAL, FULL
 from attnsweep.core.problem import LOG2E, Problem
 from attnsweep.family.family import Config
 from attnsweep.serve.known_calls import KnownCalls
-from attnsweep.serve.paged_call import DTYPES, Arguments
+from attnsweep.serve.paged_call import DTYPES, Arguments, check_whole
 from attnsweep.serve.paged_launch import (
     Kept,
     Kernel,
@@ -345,22 +345,25 @@ def _understood(
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, and q on {q.device}")
     if q.dtype not in DTYPES or cache.dtype != q.dtype:
-        raise TypeError(f"q is {q.dtype} and kv_cache {cache.dtype}: both are float16 or bfloat16")
+        what = f"q is {q.dtype} and kv_cache {cache.dtype}"
+        raise TypeError(f"{what}: both have one dtype, float16 or bfloat16")
     if q.dim() != 4 or q.shape[3] != HEAD_DIM or not q.shape[1] or not q.shape[2]:
         raise ValueError(f"q is {tuple(q.shape)}: it is (batch, seqlen_q, heads, {HEAD_DIM})")
+    given = tuple(cache.shape)
     if cache.dim() == 4 and cache.shape[2] == 1:
         cache = cache[:, :, 0]
     if cache.dim() != 3 or cache.shape[1:] != (PAGE, HEAD_DIM) or not len(cache):
         what = f"(pages, {PAGE}, 1, {HEAD_DIM}): one key head, pages of {PAGE} keys"
-        raise ValueError(f"kv_cache is {tuple(cache.shape)}: it is {what}")
+        raise ValueError(f"kv_cache is {given}, not {what}")
     if not _are_whole(cache):
         raise ValueError(f"kv_cache has strides {cache.stride()}: rows overlap, or are not whole")
     if head_dim_v != HEAD_DIM_V:
         raise ValueError(f"head_dim_v is {HEAD_DIM_V}, not {head_dim_v}")
     if not (isinstance(scale, int | float) and 0 < scale < math.inf):
         raise ValueError(f"softmax_scale is a number above 0, not {scale!r}")
-    if table.dtype != torch.int32 or table.dim() != 2 or table.stride(1) != 1:
-        raise TypeError("block_table is an int32 tensor, (batch, blocks), with contiguous rows")
+    check_whole("block_table", table, 2)
+    if table.stride(1) != 1:
+        raise ValueError(f"block_table has strides {table.stride()}: its rows are not contiguous")
     if table.shape[0] != len(q) or not table.shape[1]:
         raise ValueError(f"block_table is {tuple(table.shape)}: it has a row of each of {len(q)}")
     _check_lengths(lengths)
@@ -371,10 +374,9 @@ def _understood(
 
 
 def _check_lengths(lengths: Any) -> None:
-    if not isinstance(lengths, torch.Tensor) or lengths.dtype != torch.int32:
-        raise TypeError("cache_seqlens is an int32 tensor")
-    if lengths.dim() != 1 or not lengths.is_contiguous():
-        raise ValueError(f"cache_seqlens is {tuple(lengths.shape)}: it is (batch,), contiguous")
+    check_whole("cache_seqlens", lengths, 1)
+    if not lengths.is_contiguous():
+        raise ValueError(f"cache_seqlens has strides {lengths.stride()}: it is not contiguous")
 
 
 def _check_plan(plan: Any) -> None:

@@ -28,7 +28,9 @@ from attnsweep.serve.paged_call import (
     Arguments,
     check_output,
     check_values,
+    check_whole,
     extent,
+    sides_of,
     understood,
 )
 from attnsweep.serve.paged_launch import arch_of, maker, name_of
@@ -368,11 +370,17 @@ def get_scheduler_metadata(
     The calls are alike but for their tensors. Launches one small kernel; in a CUDA graph, too. None
     where no kernel of ours serves, and each call decides.
     """
+    check_whole("cache_seqlens", cache_seqlens, 1)
+    if len(cache_seqlens) != batch_size:
+        raise ValueError(f"batch_size is {batch_size}, and cache_seqlens has {len(cache_seqlens)}")
+    sides = sides_of(window_size)
+    if not cache_seqlens.is_cuda or qkv_dtype not in DTYPES:
+        return None
     size, blocks = page_size or PAGE_OF_DENSE, -(-max_seqlen_k // (page_size or PAGE_OF_DENSE))
     problem = problem_of_sizes(
         *(batch_size, num_heads_q, num_heads_kv, max_seqlen_q, blocks, headdim),
         *(DTYPES[qkv_dtype], size, STORED.get(cache_dtype or qkv_dtype)),
-        *(interval_of(causal, window_size), Scores(softcap=float(has_softcap))),
+        *(interval_of(causal, sides), Scores(softcap=float(has_softcap))),
     )
     index = cache_seqlens.device.index or 0
     family, config, _ = chosen(problem, arch_of(index), name_of(index))
@@ -385,8 +393,7 @@ def get_scheduler_metadata(
     with torch.cuda.device(index):  # its context must be the current one
         launches = schedule_of(problem, config, index)
         launches.issue(tuple(addresses.get(name, 0) for name in NAMES), raw_stream(index))
-    left = -1 if window_size[0] is None or window_size[0] < 0 else int(window_size[0])
-    of = (index, batch_size, max_seqlen_q, num_heads_q, num_heads_kv, left)
+    of = (index, batch_size, max_seqlen_q, num_heads_q, num_heads_kv, sides[0])
     return ScheduleMetadata(runs, config.label, of)
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attnsweep.serve.runtime.call import DTYPES as DTYPES
+from attnsweep.serve.runtime.intervals import sides_of_flash_attn
 from attnsweep.serve.runtime.launcher import is_capturing
 
 FP8 = torch.float8_e4m3fn
@@ -141,13 +142,12 @@ def understood(
             raise ValueError(f"a cache without a table has {batch} requests as q, not {pages}")
         k_cache, v_cache = _in_pages(k_cache, v_cache)
         table = _rows(k_cache, batch)
-    elif not isinstance(table, torch.Tensor) or table.dtype != torch.int32 or table.dim() != 2:
-        raise TypeError("page_table is an int32 tensor of two dimensions, (batch, blocks)")
     elif page_size not in (1, 2, 4) and page_size % 8:
         raise ValueError(
             f"k_cache is {tuple(k_cache.shape)}, with pages of {page_size} slots, which no kernel "
             "reads: make pages of 1, 2, 4 or a multiple of 8 slots"
         )
+    check_whole("page_table", table, 2)
     if table.shape[0] != batch or table.device != q.device or table.stride(1) != 1:
         what = f"{tuple(table.shape)} on {table.device} with strides {table.stride()}"
         raise ValueError(f"page_table is {what}: it has a contiguous row of each of {batch}")
@@ -156,8 +156,7 @@ def understood(
         lengths = lengths.int()
     elif isinstance(lengths, int):
         lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
-    if not isinstance(lengths, torch.Tensor) or lengths.dtype != torch.int32:
-        raise TypeError("cache_seqlens is an int32 tensor, or one number")
+    check_whole("cache_seqlens", lengths, 1)
     if lengths.shape != (batch,) or lengths.device != q.device or not lengths.is_contiguous():
         raise ValueError(
             f"cache_seqlens is {tuple(lengths.shape)} on {lengths.device}: it has {batch} numbers "
@@ -176,12 +175,30 @@ def understood(
             )
     if not softcap >= 0 or math.isinf(softcap):
         raise ValueError(f"softcap is 0 or above, and finite, not {softcap}")
-    left, right = (-1 if side is None or side < 0 else int(side) for side in window)
+    left, right = sides_of(window)
     columns += 0 if qv is None else qv.shape[-1]
     by = columns**-0.5 if scale is None else float(scale)
     sides = (left, 0 if causal else right)
     rest = (k_scale, v_scale, sinks, by, float(softcap), sides, lse, begins, most_rows or 0)
     return Arguments(q, k_cache, v_cache, lengths, table, *rest, qv)
+
+
+def check_whole(name: str, tensor: Any, dims: int) -> None:
+    """Raise TypeError or ValueError for what is no int32 tensor of so many dimensions."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is {type(tensor).__name__}, not an int32 tensor")
+    if tensor.dtype != torch.int32:
+        raise TypeError(f"{name} is {tensor.dtype}, not torch.int32: give {name}.int()")
+    if tensor.dim() != dims:
+        what = "has one dimension" if dims == 1 else "is (batch, blocks)"
+        raise ValueError(f"{name} is {tuple(tensor.shape)}: it {what}")
+
+
+def sides_of(window: Any) -> tuple[int, int]:
+    """How many keys a window shows to the left and the right; -1 is all. Raises TypeError."""
+    left, right = sides_of_flash_attn(window)
+    left, right = (-1 if side is None or side < 0 else int(side) for side in (left, right))
+    return left, right
 
 
 def _check_latent(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: torch.Tensor) -> None:
@@ -199,8 +216,7 @@ def _check_latent(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: torch.T
 
 def _requests(q: torch.Tensor, begins: Any, most_rows: Any) -> int:
     """How many requests a packed call has."""
-    if not isinstance(begins, torch.Tensor) or begins.dtype != torch.int32 or begins.dim() != 1:
-        raise TypeError("cu_seqlens_q is an int32 tensor of one dimension")
+    check_whole("cu_seqlens_q", begins, 1)
     if not len(begins) or begins.device != q.device or not begins.is_contiguous():
         what = f"{tuple(begins.shape)} on {begins.device}"
         raise ValueError(f"cu_seqlens_q is {what}: it has where each request begins, on {q.device}")

@@ -33,7 +33,14 @@ def shipped_hint(word: str = "") -> str:
 
 
 def find(path: Path) -> Path:
-    """`path`, or the shipped spec of its name. Raises SpecError if neither exists."""
+    """`path`, or the shipped spec of its name. Raises SpecError if it is neither."""
+    file, _, function = str(path).partition(":")
+    if file.endswith(".py"):
+        call = f"{file}:{function or 'FUNCTION'}"
+        hint = (
+            f"attnsweep tune --kernel {call} SHAPE sweeps it, attnsweep inspect {call} compiles it"
+        )
+        raise SpecError("a kernel, and no spec", where=str(path), hint=hint)
     if path.exists():
         return path
     if path.parent in (Path(), Path("configs")):

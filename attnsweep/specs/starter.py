@@ -311,8 +311,9 @@ def _families_for(
     hints = [f"{name}: {reason}" for name, reason in refused.items()]
     if others:
         hints.append(f"{', '.join(others)} can run it: add --kernel {others[0]}")
+    who = "no kernel of --kernel" if asked else f"no family of {target.spec}.yaml"
     raise SpaceError(
-        f"no family of {target.spec}.yaml runs {problem.label} on {target.arch.name}",
+        f"{who} runs {problem.label} on {target.arch.name}",
         hint="\n  ".join(hints),
     )
 

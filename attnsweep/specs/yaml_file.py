@@ -217,8 +217,8 @@ class Document:
     `report` collects issues, and `raise_issues` raises them together.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, made: bool = False) -> None:
+        self.path, self._made = path, made
         self.data: Any = None
         self.values: dict[Loc, Mark] = {}
         self.keys: dict[Loc, Mark] = {}
@@ -239,9 +239,14 @@ class Document:
         return cls.parse(path, _read_text(path, hint), hint)
 
     @classmethod
-    def parse(cls, path: Path, text: str, hint: str | None = None) -> Document:
-        """The document of a text, which is or will be in the file `path`. Raises SpecError."""
-        document = cls(path)
+    def parse(
+        cls, path: Path, text: str, hint: str | None = None, *, made: bool = False
+    ) -> Document:
+        """The document of a text, which is or will be in the file `path`. Raises SpecError.
+
+        made: by a command, for itself: the user has no such file, and errors name no line of it.
+        """
+        document = cls(path, made=made)
         try:
             root = yaml.compose(text, _Loader)
             if root is None or root.start_mark.index == root.end_mark.index:
@@ -347,7 +352,9 @@ class Document:
 
     def where(self, mark: Mark | None) -> str:
         """A position as an error says it: `file:line:column`, or the option that set the value."""
-        return mark if isinstance(mark, str) else ":".join(map(str, (self.path, *(mark or ()))))
+        if isinstance(mark, str):
+            return mark
+        return self.path.stem if self._made else ":".join(map(str, (self.path, *(mark or ()))))
 
     def put(self, loc: Loc, other: Document, source: str) -> None:
         """Set the value at `loc` to that of another document; `source` is its place in errors.

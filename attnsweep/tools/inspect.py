@@ -145,7 +145,8 @@ def inspect_call(
 ) -> dict[str, Any]:
     """Compile the configs of a callable that its file keeps and that have these values: plain data.
 
-    A config's `as` is the number of the first of the same machine code. See `inspect`.
+    A config's `as` is the number of the first of the same machine code, and `failed` how many do
+    not compile. See `inspect`.
     """
     problem = problem or Problem(1, 16, 16, 1024, 1024, 64, "bf16")
     with Tracers(arch, cache_dir) as tracers:
@@ -156,6 +157,7 @@ def inspect_call(
         made = [(config, tracer.submit(problem, config, cases=False)) for config in asked]
         configs: list[dict[str, Any]] = []
         codes: dict[object, int] = {}
+        failed = 0
         for number, (config, traced) in enumerate(made, 1):
             facts: dict[str, Any] = {"config": dict(config), "error": None, "stages": {}}
             configs.append(facts)
@@ -163,6 +165,7 @@ def inspect_call(
                 compiled = traced.result()
             except CompileError as error:
                 facts["error"] = error.what
+                failed += 1
                 continue
             if compiled.why:
                 facts["error"] = f"it compiles when it is first called: {compiled.why}"
@@ -181,6 +184,7 @@ def inspect_call(
             "versions": tracer.versions,
             "total": space.total,
             "configs": configs,
+            "failed": failed,
             "removed": {
                 f"{n}: {space.kernel.rules[n][0]}": k for n, k in space.removed.items() if k
             },
@@ -198,7 +202,9 @@ def lines_of_call(found: Mapping[str, Any], width: int) -> list[str]:
     for number, each in enumerate(found["configs"], 1):
         label = Config(each["config"]).label
         if each["error"]:
-            faults += wrap(f"{number} {label}: {each['error']}", width)
+            faults += wrap(
+                f"{' '.join(filter(None, (str(number), label)))}: {each['error']}", width
+            )
         for name, stage in each["stages"].items():
             same = f" = {each['as']}" * (each["as"] != number)
             cells = [f"{stage[fact]:.0f}" if fact in stage else "-" for fact in facts]

@@ -33,9 +33,11 @@ class Interpreter:
 
     def __init__(self, call: str, arch: Arch) -> None:
         self._tracer = Tracer(call, arch, interpreted=True)
+        self._tracer.closure  # noqa: B018 - a file that cannot be imported is refused here
         self._place = TemporaryDirectory(prefix="attnsweep-interpret-")
-        self._refusal = cache(lambda p: self._tracer.refusals([p], unless_said=False).get(p))
-        served = (("its supports says so", lambda problem: self._refusal(problem) is None),)
+        self.refusal = cache(lambda p: self._tracer.refusals([p], unless_said=False).get(p))
+        """Why no small case of a problem is called, or None."""
+        served = (("its supports says so", lambda problem: self.refusal(problem) is None),)
         own: dict[str, Any] = {"supports": served, "dtypes": ("fp16",), "head_dims": (64,)}
         own |= {"head_dims_v": (), "empty_rows": False}
         name = call.rpartition(":")[2]
@@ -52,8 +54,10 @@ class Interpreter:
         """The configs that its file keeps on a problem and that have these values.
 
         Without such a one, its first with these values in place of its own; without an autotuner,
-        these values alone.
+        these values alone. Raises SpecError for a problem that it takes no call of.
         """
+        if why := self._tracer.refusals([problem]).get(problem):
+            raise SpecError(f"{self._tracer.call} cannot run {problem.label}: {why}")
         return tuple(configs_with(config_in(words), self._tracer, problem)[1])
 
     def check(self, _: object, config: Config, case: Case, **__: object) -> Result:

@@ -222,3 +222,15 @@ def test_a_package_that_cannot_be_imported_is_no_verdict():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 70
     assert done.stderr.endswith("error: attnsweep cannot start: install it again\n")
+
+
+def test_the_example_of_an_error_is_what_is_said(attnsweep):
+    said = attnsweep("run", "nosuch.yaml").stderr
+    assert f"$ attnsweep run nosuch.yaml\n{said}```" in (ROOT / "docs/reference/exit-codes.md").read_text()
+
+
+def test_a_check_without_its_baseline_says_what_makes_one(attnsweep):
+    done = attnsweep("check", "quickstart", "--against", "baselines/ci")
+    assert done.returncode == 2
+    hint = "attnsweep run quickstart, then attnsweep accept RUN baselines/ci"
+    assert done.stderr == f"error: --against baselines/ci: no such run\n  {hint}\n"

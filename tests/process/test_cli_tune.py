@@ -209,6 +209,7 @@ def test_a_replay_says_that_it_is_recorded(attnsweep, tmp_path):
         (("1,2,64,64", "--kernel", "flash_fwd_wgmma", "--dry-run", "--arch", "sm_80"),
          ["flash_fwd_wgmma: needs sm_90a", "naive", "--kernel"]),
         (("1,2,64,64", "--kernel", "attend.py", "--dry-run", "--arch", "sm_80"), ["attend.py:FUNCTION"]),
+        (("1,2,64,63", "--kernel", "attend.py:f", "--dry-run", "--arch", "sm_80"), ["no kernel of --kernel runs"]),
     ],
     ids=lambda value: " ".join(value)[:40],
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """`attnsweep init --triton` writes a kernel, and `attnsweep verify` runs one, in Triton's interpreter."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from attnsweep.baselines import backend
 
 EXAMPLE = Path(backend.__file__).with_name("triton_kernel.py").read_text()
+TUTORIAL = Path(__file__).parent.parent.parent / "docs" / "tutorials" / "judge.md"
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +42,15 @@ def test_a_wrong_callable_is_a_paragraph_and_exit_code_1(attnsweep, here):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_tutorials_kernel_is_right_where_it_says_that_it_serves(attnsweep, here):
+    (block, *_) = re.findall(r"```python\n(.+?)```", TUTORIAL.read_text(), re.DOTALL)
+    (here / "my_kernel.py").write_text(block)
+    done = attnsweep("verify", "my_kernel.py:forward", "--causal")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "0 findings in 11 cases" in done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_a_shape_with_backward_is_one_of_gradients(attnsweep, here):
     (here / "grads.py").write_text("import torch\n\ndef own(q, k, v, o, lse, do):\n    return q * 0, k * 0, v * 0\n")
     done = attnsweep("verify", "grads.py:own", "--problem", "1,2,32,16 causal backward")
@@ -62,3 +73,101 @@ def test_the_kernels_that_calls_are_measured_with_are_right(call, values, shapes
     done = attnsweep("verify", call, values, *(word for shape in shapes for word in ("--problem", shape)))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 findings in 2 cases" in done.stderr
+
+
+OWN = """import torch
+
+def attention(q, k, v, causal=False):
+    assert k.shape == q.shape
+    shown = torch.ones(len(q[0, 0]), len(k[0, 0]), dtype=torch.bool).tril()
+    scores = q.float() @ k.float().mT * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~shown, float("-inf")) if causal else scores
+    return (scores.softmax(-1) @ v.float()).to(q.dtype)
+
+def masked(q, k, v, mask):
+    return q
+"""
+
+FAULTY = """import torch
+import triton
+import triton.language as tl
+
+@triton.jit
+def kernel(o, N: tl.constexpr):
+    tl.store(o + tl.arange(0, N), nowhere)
+
+def attention(q, k, v):
+    kernel[(1,)](q, 16)
+    return torch.empty_like(q)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_a_bare_assert_is_quoted_and_leads_to_supports(attnsweep, here):
+    (here / "own.py").write_text(OWN)
+    advice = "masks or a softcap, supports(problem) in its file must refuse"
+    grouped = ("--problem", "1,2/1,33,16", "--problem", "1,2,33,16 causal")
+    done = attnsweep("verify", "own.py:attention", *grouped)
+    first, said = done.stdout.strip().splitlines()
+    assert first == "attention: (1,2/1,33,16) fp16 full, normal:"
+    assert said == "own.py:attention raised AssertionError: assert k.shape == q.shape (own.py:4)"
+    assert advice in done.stderr
+    done = attnsweep("inspect", "own.py:attention", "--problem", "1,2/1,33,16")
+    assert done.returncode == 2
+    assert "\n1: own.py:attention raised AssertionError: assert k.shape == q.shape (own.py:4)\n" in done.stdout
+    arguments = ("1,2/1,33,16", "--kernel", "own.py:attention", "--dry-run", "--arch", "sm_90a")
+    done = attnsweep("tune", *arguments)
+    assert done.stderr == (
+        "error: kernels: own_attention: own.py:attention raised AssertionError: assert k.shape == q.shape (own.py:4)\n"
+        f"  what it does not serve, such as grouped heads, other lengths, {advice}\n"
+    )
+    done = attnsweep("tune", "1,2,33,16", "--kernel", "own.py:masked", *arguments[3:])
+    assert done.stderr == (
+        "error: tune-1-2-33-16-fp16-full-own_masked: no candidate is left for (1,2,33,16) fp16 full on sm_90a\n"
+        "  own_masked: it takes 4 tensors, and a call has 3\n"
+    )
+    done = attnsweep("tune", "1,2,33,16", *arguments[1:])
+    assert "\n  in a spec, as own_attention: {call: 'own.py:attention', M: [64, 128]}; or give its" in done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ("own.py:atention",),
+            "cannot import own.py:atention: atention is not in it; its functions are attention, masked",
+        ),
+        (("own.py",), "of a callable, name the function: own.py:FUNCTION"),
+        (("own.py:masked",), "own.py: serves none of the small cases: it takes 4 tensors, and a call has 3"),
+        (("own.py:masked", "--problem", "1,2,33,16"), "own.py:masked cannot run (1,2,33,16) fp16 full: it takes 4"),
+    ],
+)
+def test_a_callable_that_cannot_be_verified_is_refused_with_the_reason(arguments, says, attnsweep, here):
+    (here / "own.py").write_text(OWN)
+    done = attnsweep("verify", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+    assert "raised" not in done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_what_triton_cannot_compile_is_named_and_no_kernel_is_taken_for_its_launcher(attnsweep, here):
+    (here / "faulty.py").write_text(FAULTY)
+    done = attnsweep("inspect", "faulty.py:attention", "--problem", "1,2,33,16")
+    assert done.returncode == 2
+    assert "raised CompilationError: at 2:34: NameError('nowhere is not defined')" in " ".join(done.stdout.split())
+    for command in ("inspect", "verify"):
+        done = attnsweep(command, "faulty.py:kernel")
+        assert done.returncode == 2
+        assert "kernel is no callable but " in done.stderr
+        assert "Function; its functions are attention" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "compile"])
+@pytest.mark.parametrize(("name", "call"), [("own.py", "own.py:FUNCTION"), ("own.py:attention", "own.py:attention")])
+def test_a_kernel_in_a_specs_place_is_told_what_sweeps_it(name, call, command, attnsweep, here):
+    (here / "own.py").write_text(OWN)
+    done = attnsweep(command, name)
+    assert done.returncode == 2
+    assert f"{name}: a kernel, and no spec\n  attnsweep tune --kernel {call} SHAPE sweeps it" in done.stderr

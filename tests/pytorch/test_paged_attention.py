@@ -138,9 +138,17 @@ WRONG = [
     (changed("k_cache", lambda k: k[..., :16]), ValueError, "not the same"),
     (changed("k_cache", lambda k: k[:1].expand(len(k), -1, -1, -1)), ValueError, "overlap"),
     (changed("k_cache", lambda k: k.transpose(2, 3).contiguous().transpose(2, 3)), ValueError, "not contiguous"),
-    (changed("page_table", lambda t: t.long()), TypeError, "page_table is an int32"),
+    (
+        changed("page_table", lambda t: t.long()),
+        TypeError,
+        "page_table is torch.int64, not torch.int32: give page_table.int()",
+    ),
     (changed("page_table", lambda t: t[:2]), ValueError, "page_table is"),
-    (changed("cache_seqlens", lambda t: t.long()), TypeError, "cache_seqlens is an int32"),
+    (
+        changed("cache_seqlens", lambda t: t.long()),
+        TypeError,
+        "cache_seqlens is torch.int64, not torch.int32: give cache_seqlens.int()",
+    ),
     (changed("cache_seqlens", lambda t: t[:2]), ValueError, "it has 3 numbers"),
     (in_pages_of(0), ValueError, "no slots"),
     (in_pages_of(3), ValueError, "pages of 3 slots, which no kernel reads: make pages of"),
@@ -157,6 +165,10 @@ WRONG = [
     (changed("rotary_cos", lambda _: torch.ones(3)), NotImplementedError, "rotary_cos"),
     (changed("attention_chunk", lambda _: 4), NotImplementedError, "attention_chunk"),
     (changed("block_table", lambda _: torch.ones(3)), TypeError, "two names"),
+    (changed("cache_seqlens", lambda t: t.tolist()), TypeError, "cache_seqlens is list, not an int32 tensor"),
+    (changed("page_table", lambda t: t[0]), ValueError, r"page_table is .* it is \(batch, blocks\)"),
+    (changed("window_size", lambda _: 16), TypeError, r"window_size is 16, not \(left, right\), such as \(512, 0\)"),
+    (changed("window_size", lambda _: (4, 2, 0)), TypeError, "window_size is .4, 2, 0., not"),
 ]
 
 
@@ -372,6 +384,26 @@ def test_a_schedule_of_other_calls_is_refused_also_where_the_call_is_known(launc
     with pytest.raises(ValueError, match=f"made for .*{said}, and the call has {of[at]}: make"):
         paged.flash_attn_with_kvcache(q, k, v, scheduler_metadata=other, **options)
     assert not launches.issued
+
+
+SIZES = {"max_seqlen_q": 1, "max_seqlen_k": 64, "num_heads_q": 4, "num_heads_kv": 2, "headdim": 128}
+
+
+def test_lengths_on_the_host_have_no_schedule():
+    assert paged.get_scheduler_metadata(3, **SIZES, cache_seqlens=torch.ones(3).int()) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"cache_seqlens": torch.ones(3).long()}, TypeError, "cache_seqlens is torch.int64, not torch.int32"),
+        ({"cache_seqlens": torch.ones(4).int()}, ValueError, "batch_size is 3, and cache_seqlens has 4"),
+        ({"window_size": 16}, TypeError, "window_size is 16, not"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused_in_words(options, kind, said):
+    with pytest.raises(kind, match=said):
+        paged.get_scheduler_metadata(3, **SIZES, **{"cache_seqlens": torch.ones(3).int()} | options)
 
 
 @pytest.mark.parametrize("known", [False, True])

@@ -128,7 +128,7 @@ def _with(step, q):
         ({"max_seqlen_q": None}, TypeError, "cu_seqlens_q and max_seqlen_q"),
         ({"max_seqlen_q": -1}, TypeError, "the most tokens"),
         ({"seqused_k": None}, TypeError, "told by seqused_k"),
-        ({"cu_seqlens_q": torch.zeros(3).long()}, TypeError, "cu_seqlens_q is an int32"),
+        ({"cu_seqlens_q": torch.zeros(3).long()}, TypeError, "cu_seqlens_q is torch.int64, not torch.int32"),
         ({"cu_seqlens_q": torch.zeros(4).int()}, ValueError, "page_table"),
         ({"seqused_k": torch.zeros(3).int()}, ValueError, "cache_seqlens"),
         ({"out": torch.zeros(3, 4, 32)}, ValueError, "out is"),

@@ -240,3 +240,11 @@ def test_what_flash_attn_computes_alone_is_an_error(package, name):
         package.flash_attn_varlen_func(*tensors, cu, cu, TOKENS, TOKENS, **given_)
     with pytest.raises(NotImplementedError, match="block_table"):
         package.flash_attn_varlen_func(*tensors, cu, cu, TOKENS, TOKENS, block_table=cu)
+
+
+def test_a_window_of_one_number_is_refused_in_words(package):
+    tensors, cu, said = packed(), begins(0, 256), "window_size is 4, not .left, right., such as .512, 0."
+    with pytest.raises(TypeError, match=said):
+        package.flash_attn_func(*(each[None] for each in tensors), window_size=4)
+    with pytest.raises(TypeError, match=said):
+        package.flash_attn_varlen_func(*tensors, cu, cu, TOKENS, TOKENS, window_size=4)

@@ -72,6 +72,7 @@ def test_every_problem_is_explained_unless_one_is_asked_for(short, families) -> 
     assert len([*explain(short, [], None, families)]) == 5
     with pytest.raises(SpecError, match="has no problem") as caught:
         [*explain(short, [], "1,16,1024,65", families)]
+    assert caught.value.where.endswith("flash_short")
     assert "did you mean '(1,16,1024,64) fp16 full'" in caught.value.render()
     with pytest.raises(SpecError, match="not a problem"):
         [*explain(short, [], "nonsense", families)]

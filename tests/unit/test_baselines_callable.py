@@ -60,8 +60,8 @@ def test_a_function_without_problem_gets_the_facts_that_it_has_parameters_for(mi
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("mine_attn:missing", "has no attribute 'missing'"),
-        ("mine_attn:number", "is no callable but int"),
+        ("mine_attn:missing", "missing is not in it; its functions are plain, "),
+        ("mine_attn:number", "number is no callable but int; its functions are plain, "),
         ("no_such_module:f", "No module named 'no_such_module'"),
     ],
 )

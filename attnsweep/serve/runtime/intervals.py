@@ -208,6 +208,14 @@ def sides(window: Any) -> tuple[int | None, int | None]:
     return _side(window, window[0]), _side(window, window[1])
 
 
+def sides_of_flash_attn(window_size: Any) -> tuple[Any, Any]:
+    """The sides of a window as flash_attn takes it: two numbers, also in a tensor."""
+    sides = window_size.tolist() if isinstance(window_size, torch.Tensor) else window_size
+    if not isinstance(sides, tuple | list) or len(sides) != 2:
+        raise TypeError(f"window_size is {window_size!r}, not (left, right), such as (512, 0)")
+    return sides[0], sides[1]
+
+
 def _side(window: Any, side: Any) -> int | None:
     """A side of a window; None if it is open."""
     if side is None:

@@ -17,6 +17,7 @@ from . import transformers_hook
 from .dispatch import Explanation
 from .docstrings import MASKS_AND_SCORES, PACKED, ends_with
 from .fp8_operator import Fp8Operator
+from .intervals import sides_of_flash_attn
 from .operator import PASSING_ON, SHORT, Operator
 from .packed import VarlenOperator
 from .pytorch_calls import attend, watched
@@ -131,11 +132,6 @@ def _refuse_others(
         )
 
 
-def _sides(window_size: Any) -> tuple[Any, ...]:
-    """A window as flash_attn takes it: also a tensor of two numbers."""
-    return tuple(window_size.tolist() if isinstance(window_size, _Tensor) else window_size)
-
-
 def flash_attn_func(
     q: Any,
     k: Any,
@@ -156,7 +152,7 @@ def flash_attn_func(
     return_attn_probs, and for deterministic where gradients are recorded.
     """
     _refuse_others((q, k, v), alibi_slopes, deterministic, return_attn_probs)
-    window_size = _sides(window_size)
+    window_size = sides_of_flash_attn(window_size)
     how: Any = {"dropout_p": dropout_p, "scale": softmax_scale, "enable_gqa": True}
     how |= {"softcap": softcap or None}
     if causal and window_size[0] == -1 and q.shape[1] == k.shape[1]:
@@ -191,7 +187,12 @@ def flash_attn_varlen_func(
     """
     _refuse_others((q, k, v), alibi_slopes, deterministic, return_attn_probs, block_table)
     how: Any = {"dropout_p": dropout_p, "scale": softmax_scale, "causal": causal}
-    how |= {"window": _sides(window_size), "softcap": softcap, "sinks": None, "cache": True}
+    how |= {
+        "window": sides_of_flash_attn(window_size),
+        "softcap": softcap,
+        "sinks": None,
+        "cache": True,
+    }
     given = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _varlen.attention(*given, **how).contiguous()
 
