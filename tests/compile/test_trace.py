@@ -265,7 +265,7 @@ def test_a_file_may_ask_for_the_card_while_it_is_imported_and_hide_kernels(place
 
 
 def test_a_parameter_that_nobody_takes(tracers):
-    with pytest.raises(CompileError, match="neither the function nor its autotuner has TILE"):
+    with pytest.raises(CompileError, match="neither the function nor its autotuner has TILE; the autotuner has "):
         tracers.of("tuned.py:attention").submit(SHORT, {"TILE": 3}).result()
 
 

@@ -124,7 +124,7 @@ def test_a_bare_assert_is_quoted_and_leads_to_supports(attnsweep, here):
     done = attnsweep("tune", "1,2,33,16", "--kernel", "own.py:masked", *arguments[3:])
     assert done.stderr == (
         "error: tune-1-2-33-16-fp16-full-own_masked: no candidate is left for (1,2,33,16) fp16 full on sm_90a\n"
-        "  own_masked: it takes 4 tensors, and a call has 3\n"
+        "  own_masked: it takes 4 tensors, q, k, v, mask, and a call has 3, q, k, v\n"
     )
     done = attnsweep("tune", "1,2,33,16", *arguments[1:])
     assert "\n  in a spec, as own_attention: {call: 'own.py:attention', M: [64, 128]}; or give its" in done.stderr
@@ -139,7 +139,7 @@ def test_a_bare_assert_is_quoted_and_leads_to_supports(attnsweep, here):
             "cannot import own.py:atention: atention is not in it; its functions are attention, masked",
         ),
         (("own.py",), "of a callable, name the function: own.py:FUNCTION"),
-        (("own.py:masked",), "own.py: serves none of the small cases: it takes 4 tensors, and a call has 3"),
+        (("own.py:masked",), "own.py: serves none of the small cases: it takes 4 tensors, q, k, v, mask, and a"),
         (("own.py:masked", "--problem", "1,2,33,16"), "own.py:masked cannot run (1,2,33,16) fp16 full: it takes 4"),
     ],
 )

@@ -28,7 +28,7 @@ def of(function, **beside):
         (lambda q, k, v: 0, {}, FULL, None),
         (lambda q, k, v: 0, {}, CAUSAL, "it has no parameter causal"),
         (lambda q, k, v, scale: 0, {}, CAUSAL, "it has no parameter causal"),
-        (lambda q, k: 0, {}, FULL, "it takes 2 tensors, and a call has 3"),
+        (lambda q, k: 0, {}, FULL, "it takes 2 tensors, q, k, and a call has 3, q, k, v"),
         (lambda q, k, v, problem: 0, {}, WINDOW, "no supports(problem) beside it says that it can"),
         (lambda q, k, v, problem: 0, {"supports": lambda problem: True}, WINDOW, None),
         (lambda q, k, v, problem: 0, {"supports": lambda problem: "no such mask"}, FULL, "no such mask"),
@@ -36,7 +36,12 @@ def of(function, **beside):
         (lambda q, k, v, o, lse, do, causal: 0, {}, f"{CAUSAL} backward", None),
         (lambda q, k, v, o, lse, do, causal: 0, {}, CAUSAL, "it takes the tensors of a backward"),
         (lambda q, k, v, causal: 0, {}, f"{CAUSAL} backward", "it takes no tensors of a backward: q, k, v, o, lse, do"),
-        (lambda q, k, v, do: 0, {}, f"{FULL} backward", "it takes 4 tensors, and a call has 6"),
+        (
+            lambda q, k, v, do: 0,
+            {},
+            f"{FULL} backward",
+            "it takes 4 tensors, q, k, v, do, and a call has 6, q, k, v, o, lse, do",
+        ),
         (max, {}, FULL, None),
     ],
 )

@@ -192,18 +192,19 @@ class Traced:
             return None
         facts, forward = {*facts_asked_for(self.function, shape)}, shape.op.name == "forward"
         facts |= {"problem", *(("out", "lse") if forward else ())}
-        own = {
+        own = [
             p.name
             for p in parameters
             if p.kind <= p.POSITIONAL_OR_KEYWORD and p.default is p.empty and p.name not in facts
-        }
+        ]
         if forward and "do" in own:
             return "it takes the tensors of a backward"
         if len(own) == len(shape.values) or any(p.kind is p.VAR_POSITIONAL for p in parameters):
             return None
         if not forward and "do" not in own:
             return f"it takes no tensors of a backward: {', '.join(shape.values)}"
-        return f"it takes {len(own)} tensors, and a call has {len(shape.values)}"
+        told = f"it takes {len(own)} tensors, {', '.join(own)}" if own else "it takes no tensors"
+        return f"{told}, and a call has {len(shape.values)}, {', '.join(shape.values)}"
 
     def interpret(self, problem: str, values: dict[str, Any], inputs: str, folder: str) -> None:
         """Write the outputs of a call in Triton's interpreter to a folder; inputs: the folder of.

@@ -239,7 +239,10 @@ class Recorder:
     def check(self) -> None:
         """After a call, raise AskedTooMuch if no autotuner in it took a config's parameter."""
         if left := [name for name in self._tuned or () if name not in self._taken]:
-            raise AskedTooMuch(f"neither the function nor its autotuner has {', '.join(left)}")
+            told = f"neither the function nor its autotuner has {', '.join(left)}"
+            every = [config for tuner in self._tuners.values() for config in tuner.configs]
+            there = sorted({name for config in every for name in config.kwargs})
+            raise AskedTooMuch(f"{told}; the autotuner has {', '.join(there)}" if there else told)
 
     def tunings(self) -> list[Tuning]:
         """The autotuners that were met, with names of values that only one of them has."""
