@@ -178,6 +178,8 @@ def understood(
     left, right = sides_of(window)
     columns += 0 if qv is None else qv.shape[-1]
     by = columns**-0.5 if scale is None else float(scale)
+    if not math.isfinite(by):
+        raise ValueError(f"softmax_scale is a finite number, not {scale}")
     sides = (left, 0 if causal else right)
     rest = (k_scale, v_scale, sinks, by, float(softcap), sides, lse, begins, most_rows or 0)
     return Arguments(q, k_cache, v_cache, lengths, table, *rest, qv)

@@ -154,6 +154,7 @@ WRONG = [
     (in_pages_of(3), ValueError, "pages of 3 slots, which no kernel reads: make pages of"),
     (in_pages_of(12), ValueError, "pages of 12 slots"),
     (changed("softcap", lambda _: -1.0), ValueError, "softcap"),
+    (changed("softmax_scale", lambda _: float("nan")), ValueError, "softmax_scale is a finite number, not nan"),
     (changed("k_descale", lambda _: torch.ones(3, 2)), ValueError, "of an FP8 cache"),
     (changed("sinks", lambda _: torch.ones(3)), ValueError, "sinks"),
     (changed("out", lambda _: [1]), TypeError, "out is list, not a tensor"),
