@@ -22,6 +22,7 @@ from attnsweep.reports.terminal import ProgressForm, console, counted, errors
 
 if TYPE_CHECKING:
     from attnsweep.core.observer import Observer
+    from attnsweep.regress.live import Sides
     from attnsweep.regress.verdicts import Finding
 
 
@@ -171,7 +172,7 @@ def check(
                 shown = progress.watch(errors, form, len(cards or [0]))
                 observer = at_end.enter_context(shown)
                 asked: dict[str, Any] = {"budget_s": budget_s, "observer": observer}
-                asked["tell"] = _teller(observer, json_ or printed)
+                asked["tell"] = _teller(sides, observer, json_ or printed)
                 if compiles:
                     compared = check_code(sides, arch_named(arch or "sm_90a"), **asked)
                 elif cards and isinstance(sides, live.Winners):
@@ -198,10 +199,11 @@ def check(
     raise typer.Exit(compared.exit_code)
 
 
-def _teller(observer: Observer, whole: bool) -> Callable[[Finding], None]:
+def _teller(sides: Sides, observer: Observer, whole: bool) -> Callable[[Finding], None]:
     """Prints a finding as soon as it is there. whole: standard output is one document."""
 
     def tell(finding: Finding) -> None:
+        finding = sides.told(finding)
         if whole:
             observer.note(finding.line)
         elif terminal.talk is not terminal.Talk.QUIET:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from attnsweep.compile.calls import build_of, configs_of, tracers_of
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.callables import CALLABLE, Asked
-from attnsweep.core.errors import CompileError, SpecError
+from attnsweep.core.errors import AttnsweepError, CompileError, SpecError
 from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import Environment
 from attnsweep.family.called import CalledFamily
@@ -26,13 +28,17 @@ from attnsweep.specs.load import SweepSpec, spec_of, with_problems
 from attnsweep.specs.yaml_file import Document
 
 _OLD = "--old FILE.py@REV:FUNCTION"
+_TREE = "attnsweep-old-"
+# Of any check: what an earlier one said of the same files is in the cache.
+_IN_TREE = re.compile(rf"[\w./-]*{_TREE}\w+/([\w./-]+\.py)")
 
 
 @contextmanager
-def at_revision(old: str) -> Iterator[str]:
+def at_revision(old: str) -> Iterator[tuple[str, Callable[[str], str]]]:
     """`FILE.py@REV:FUNCTION` as a callable whose file lies beside all files of that revision.
 
-    Without @REV it is the callable itself. Raises SpecError.
+    Without @REV it is the callable itself. Also gives a function that names those files so in a
+    text. Raises SpecError.
     """
     named, _, options = old.partition("?")
     place, _, function = named.rpartition(":")
@@ -41,12 +47,18 @@ def at_revision(old: str) -> Iterator[str]:
     if CALLABLE.fullmatch(call) is None:
         raise SpecError(f"no callable: {old!r}", where="--old", hint=f"write {_OLD}")
     if not revision:
-        yield call
+        yield call, str
         return
     if not file.endswith(".py"):
         raise SpecError("a revision needs a file", where=f"--old {old}", hint=f"write {_OLD}")
-    with TemporaryDirectory(prefix="attnsweep-old-", ignore_cleanup_errors=True) as tree:
-        yield str(Path(tree, _unpacked(Path(file), revision, Path(tree)))) + call[len(file) :]
+    with TemporaryDirectory(prefix=_TREE, ignore_cleanup_errors=True) as tree:
+        inside = _unpacked(Path(file), revision, Path(tree))
+
+        def shown(text: str) -> str:
+            own = {str(inside): file}
+            return _IN_TREE.sub(lambda path: f"{own.get(path[1], path[1])}@{revision}", text)
+
+        yield str(Path(tree, inside)) + call[len(file) :], shown
 
 
 def _unpacked(file: Path, revision: str, tree: Path) -> Path:
@@ -90,6 +102,11 @@ class Calls(Sides):
 
     before: Family = field(kw_only=True)
     config: Mapping[str, Value] = field(kw_only=True)
+    named: Callable[[str], str] = field(kw_only=True)
+
+    def told(self, finding: Finding) -> Finding:
+        """See Sides."""
+        return replace(finding, why=self.named(finding.why))
 
     def pairs(self, compiler: Compiler, _here: Environment | None) -> list[Pair | Finding]:
         """See Sides."""
@@ -143,9 +160,14 @@ def calls_of(
     old: `FILE.py:FUNCTION`, or `FILE.py@REV:FUNCTION` of a revision of its repository.
     """
     spec = _spec_of(new, problems)
-    with at_revision(old) as call:
+    with at_revision(old) as (call, named):
         before = CalledFamily("old", old, (), call=call)
-        yield Calls(spec, Path(old), Path(new), slower, before=before, config=config)
+        try:
+            how: dict[str, Any] = {"before": before, "config": config, "named": named}
+            yield Calls(spec, Path(old), Path(new), slower, **how)
+        except AttnsweepError as error:
+            error.what, error.where = named(error.what), named(error.where or "") or None
+            raise
 
 
 _NEW = "new"

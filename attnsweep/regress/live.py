@@ -128,6 +128,10 @@ class Sides:
         """A sentence on what is compared; empty of a run's winners."""
         return ""
 
+    def told(self, finding: Finding) -> Finding:
+        """The finding in words of who asked: files of an old revision are named by it."""
+        return finding
+
     def budget(self, asked_s: float | None) -> Budget:
         """The time of a whole check, which begins: as asked for, or the spec's."""
         return Budget(self.spec.check.budget_s if asked_s is None else asked_s)
@@ -137,7 +141,8 @@ class Sides:
     ) -> Comparison:
         """The findings with what they rest on. here: as it is now. said: of Comparison."""
         share = self.spec.check.slower if self.slower is None else self.slower
-        facts = {"slower": share, "findings": tuple(findings), **self._facts(here), **said}
+        found = tuple(map(self.told, findings))
+        facts = {"slower": share, "findings": found, **self._facts(here), **said}
         times = {"budget_s": budget.total_s, "took_s": budget.spent_s}
         return Comparison(self.old, self.new, **facts, **times)  # type: ignore[arg-type]
 

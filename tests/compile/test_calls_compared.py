@@ -97,6 +97,21 @@ def test_a_new_version_that_does_not_compile_is_wrong_and_an_old_one_inconclusiv
     assert "gone" in done.stdout + done.stderr
 
 
+def test_files_of_the_old_version_are_named_by_its_revision(compared, tmp_path):
+    junit, sides = tmp_path / "check.xml", ["--old", "tuned.py@HEAD:plain", "--new", "tuned.py:plain"]
+    asked = [*sides, *ASKED[:3], "--mode", "compile", "--config", "BLOKC=64", "--json", "--junit", junit]
+    done, _ = compared(*asked)
+    said = (
+        "tuned.py@HEAD:plain raised KeyError: 'Keyword argument BLOKC was specified but unrecognised' (tuned.py@HEAD:"
+    )
+    assert said in done.stdout
+    assert said in done.stderr
+    assert "(tuned.py@HEAD:" in junit.read_text()
+    assert "attnsweep-old-" not in done.stdout + done.stderr + junit.read_text()
+    done, _ = compared("--old", "tuned.py@HEAD:gone", *sides[2:], *ASKED)
+    assert "cannot import tuned.py@HEAD:gone: gone is not in it" in done.stderr
+
+
 def test_a_new_version_whose_compiler_is_killed_is_inconclusive(compared):
     done, gpu = compared(
         changed=("    grid = (triton.cdiv(p", "    os.kill(os.getpid(), 9)\n    grid = (triton.cdiv(p")
