@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,6 +21,7 @@ from attnsweep.cli import completion, options
 from attnsweep.cli.app import FIND, GUARD, command, print_result, refuse_idle
 from attnsweep.cli.options import option
 from attnsweep.core.errors import KernelError, SpecError, ToolchainError
+from attnsweep.reports import terminal
 from attnsweep.reports.terminal import ProgressForm, counted, errors
 
 if TYPE_CHECKING:
@@ -136,9 +138,9 @@ def verify(
     Finds results over the limits of error; in a template also reads and writes out of bounds, with
     buffer, line, block and lane, deadlocks, races between threads, and barriers and copies that are
     used wrongly; in a callable writes to inputs, and the line that raised. Of each kind the first
-    finding is a paragraph, and the last lines say in which cases it is. The exit code is 1 if there
-    is one, 2 if a kernel cannot be built. It times nothing, and sees no PTX: a pass is no run on a
-    GPU.
+    finding is a paragraph; the last lines count its cases, or list them (-v). The exit code is 1 if
+    there is one, 2 if a kernel cannot be built. It times nothing, and sees no PTX: a pass is no run
+    on a GPU.
 
     One config runs the small cases of every dtype, mask, layout and change of scores that the
     declaration has, with one head_dim. The last lines say what ran and what did not.
@@ -182,9 +184,9 @@ def verify(
     how: dict[str, Any] = {"arch": arch_named(arch), "asan": asan}
     how["schedules"] = range(len(simulator.SCHEDULES) + seeds)
     findings: list[dict[str, str]] = []
-    kinds: dict[str, list[dict[str, str]]] = {}
+    kinds: dict[str, list[tuple[str, dict[str, str]]]] = {}
     covered: list[dict[str, Any]] = []
-    ran, begin = 0, time.monotonic()
+    ran, begin = Counter[tuple[str, str]](), time.monotonic()
     with made as machine, ThreadPoolExecutor(os.cpu_count() if called else 1) as pool:
         families = [machine.family] if called else families_at(kernel)
         for family in families:
@@ -192,34 +194,29 @@ def verify(
             asked = _runs(family, problem or (), head_dim, dtype, causal, inputs, why)
             runs, others = _configs(family, " ".join(config or ()), asked, configs_of, every)
             for chosen, cases in runs:
-                ran += len(cases)
+                ran.update((family.name, coverage.form(case)) for case in cases)
                 who = {"kernel": family.name, "config": chosen.label}
                 said = pool.map(partial(_finding, machine, family, chosen, how), cases)
-                wrong = [
-                    who | {"case": case.label, "finding": finding}
-                    for case, finding in zip(cases, said, strict=True)
-                    if finding is not None
-                ]
-                findings += wrong
-                for found in wrong:
+                for case, finding in zip(cases, said, strict=True):
+                    if finding is None:
+                        continue
+                    if called and not findings:  # whoever must say so need not wait for the rest
+                        errors.print(Text(SAY_SO), soft_wrap=True)
+                    found = who | {"case": case.label, "finding": finding}
+                    findings.append(found)
                     alike = kinds.setdefault(_kind(found), [])
-                    alike.append(found)
+                    alike.append((coverage.form(case), found))
                     if len(alike) == 1 and not json_:
-                        first = f"{' '.join(filter(None, who.values()))}: {found['case']}:"
-                        print_result([f"{first}\n{found['finding']}\n"], None, False)
+                        first = f"{' '.join(filter(None, who.values()))}: {case.label}:"
+                        print_result([f"{first}\n{finding}\n"], None, False)
             covered.append(_coverage(family, runs, others))
-    number = counted(len(findings), "finding")
-    last = f"{number} in {counted(ran, 'case')} of {counted(len(families), 'kernel')}"
+    number, whole = counted(len(findings), "finding"), counted(ran.total(), "case")
+    last = f"{number} in {whole} of {counted(len(families), 'kernel')}"
     if json_:
-        print_result([], {"cases": ran, "findings": findings, "coverage": covered}, True)
-    for own, *more in () if json_ else kinds.values():
-        if more:
-            like = f"{1 + len(more)} of {ran} cases: {own['finding'].splitlines()[0]}"
-            print_result(
-                [f"{like}\n  as in {'; '.join(each['case'] for each in more)}\n"], None, False
-            )
-    if called and findings:
-        errors.print(Text(SAY_SO), soft_wrap=True)
+        print_result([], {"cases": ran.total(), "findings": findings, "coverage": covered}, True)
+    for alike in () if json_ else kinds.values():
+        if len(alike) > 1:
+            print_result([*_alike(alike, ran), ""], None, False)
     for each in covered:
         for line in _covered_lines(each):
             errors.print(Text(line), soft_wrap=True)
@@ -227,12 +224,27 @@ def verify(
     raise typer.Exit(1 if findings else 0)
 
 
+def _alike(
+    alike: Sequence[tuple[str, dict[str, str]]], ran: Counter[tuple[str, str]]
+) -> Iterator[str]:
+    """A line for each form of the cases of one kind of finding: how many, and one of them.
+
+    ran: how many cases of each kernel and form ran. With --verbose it has all of them.
+    """
+    own = alike[0][1]
+    yield f"{len(alike)} of {ran.total()} cases: {own['finding'].splitlines()[0]}"
+    forms: dict[str, list[str]] = {}
+    for form, found in alike:
+        forms.setdefault(form, []).append(found["case"])
+    for form, cases in forms.items():
+        shown = cases if terminal.talk is terminal.Talk.VERBOSE else cases[:1]
+        yield f"  {len(cases)} of {ran[own['kernel'], form]} {form}: {'; '.join(shown)}"
+
+
 def _kind(finding: dict[str, str]) -> str:
-    """What findings of one bug share: all but numbers, and where a thread was."""
+    """What findings of one bug share: all but where a thread was, and numbers but of lines."""
     told = [line for line in finding["finding"].splitlines() if not line.startswith("  in block")]
-    text = "\n".join(
-        line if " at " in line else re.sub(r"[\d.]+(e[+-]\d+)?", "#", line) for line in told
-    )
+    text = re.sub(r"(?<![:\d])[\d.]+(e[+-]\d+)?", "#", "\n".join(told))
     return f"{finding['kernel']}: {text.replace('nan', '#')}"
 
 

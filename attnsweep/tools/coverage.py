@@ -108,6 +108,11 @@ def facts(cases: Iterable[Case]) -> dict[str, list[Any]]:
     return {name: [*dict.fromkeys(values)] for name, values in found.items()}
 
 
+def form(case: Case) -> str:
+    """`fp16 · causal · paged`: what a case has in common with others of its form."""
+    return in_words({name: v for name, v in facts([case]).items() if "head_dim" not in name})
+
+
 def left_out(family: Family, ran: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """Values that a declaration promises and `verify` did not run, by name."""
     promised = {name: [v for v in getattr(family, name) if v not in ran[name]] for name in ran}

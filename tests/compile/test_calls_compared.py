@@ -101,9 +101,7 @@ def test_files_of_the_old_version_are_named_by_its_revision(compared, tmp_path):
     junit, sides = tmp_path / "check.xml", ["--old", "tuned.py@HEAD:plain", "--new", "tuned.py:plain"]
     asked = [*sides, *ASKED[:3], "--mode", "compile", "--config", "BLOKC=64", "--json", "--junit", junit]
     done, _ = compared(*asked)
-    said = (
-        "tuned.py@HEAD:plain raised KeyError: 'Keyword argument BLOKC was specified but unrecognised' (tuned.py@HEAD:"
-    )
+    said = "tuned.py@HEAD:plain raised KeyError: 'Keyword argument BLOKC was specified but unrecognised' "
     assert said in done.stdout
     assert said in done.stderr
     assert "(tuned.py@HEAD:" in junit.read_text()

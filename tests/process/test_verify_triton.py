@@ -1,6 +1,7 @@
 """`attnsweep init --triton` writes a kernel, and `attnsweep verify` runs one, in Triton's interpreter."""
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -128,6 +129,34 @@ def test_a_bare_assert_is_quoted_and_leads_to_supports(attnsweep, here):
     )
     done = attnsweep("tune", "1,2,33,16", *arguments[1:])
     assert "\n  in a spec, as own_attention: {call: 'own.py:attention', M: [64, 128]}; or give its" in done.stderr
+
+
+UNTESTED = """
+def supports(problem):
+    return problem.layout.kind in ("dense", "packed") or "dense alone"
+
+def attention(q, k, v):
+    raise ValueError(f"got {len(q)} at {q.shape[2]}")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_cases_of_one_kind_are_counted_by_their_form_and_listed_with_verbose(attnsweep, here):
+    """Numbers told them apart: 123 findings had as many lines, and the advice came behind the last."""
+    (here / "own.py").write_text(UNTESTED)
+    done = attnsweep("verify", "own.py:attention", "--causal")
+    first, said, _, whole, *forms = done.stdout.strip().splitlines()
+    assert (first, said) == ("attention: (1,1,1,64) fp16 causal, normal:", whole.partition(" cases: ")[2])
+    assert said.startswith("own.py:attention raised ValueError: got 1 at 1 (own.py:6)")
+    assert re.fullmatch(r"(\d+) of \1", whole.partition(" cases")[0])
+    assert re.fullmatch(r"  (\d+) of \1 fp16 · causal: \(1,1,1,64\) fp16 causal, normal", forms[0])
+    assert re.fullmatch(r"  (\d+) of \1 fp16 · causal · packed: \S+ fp16 causal packed\S+, normal", forms[1])
+    assert all(line.count(" fp16 causal") == 1 for line in forms)
+    assert done.stderr.startswith("what it does not serve, such as")
+    every = attnsweep("-v", "verify", "own.py:attention", "--causal").stdout.strip().splitlines()[4:]
+    assert every[0].count(" fp16 causal, ") == int(every[0].split()[0])
+    told = json.loads(attnsweep("verify", "own.py:attention", "--causal", "--json").stdout)
+    assert len(told["findings"]) == told["cases"] == int(whole.split()[0])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
