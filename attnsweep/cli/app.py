@@ -188,7 +188,10 @@ def print_plan(planned: Sequence[PlannedProblem], limit: int | None, json_: bool
     from attnsweep.reports import views
     from attnsweep.specs.plan import plan_facts
 
-    print_result(views.planned(planned, limit, console.width), plan_facts(planned, limit), json_)
+    shown = views.planned(
+        planned, limit, console.width, values=terminal.talk is terminal.Talk.VERBOSE
+    )
+    print_result(shown, plan_facts(planned, limit), json_)
 
 
 def joined(words: Sequence[str]) -> str:

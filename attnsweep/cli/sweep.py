@@ -88,7 +88,7 @@ def tune(
     :--budget-s: Seconds for a shape's candidates; the finals follow.
     :--save-spec FILE: Write the spec that this runs to FILE.
     :--force: With --save-spec: replace FILE if it is there.
-    :--dry-run: Only count the candidates.
+    :--dry-run: Count candidates (-v: values).
     :--replay RUN: Take times from a recorded run, or from that of `quickstart`; needs no GPU.
 
     $ attnsweep tune 4,32,4096,128 --causal --dtype bf16
@@ -325,7 +325,7 @@ def run(
     SIGTERM print the ranking so far. With --problem or --set the run is stored beside the spec's
     own, as SPEC-<digits>; the same command continues there.
 
-    :--dry-run: Only count the candidates and what each rule removes.
+    :--dry-run: Count candidates, and what each rule removes (-v: values).
     :--exhaustive: Try every candidate, whatever the spec's search leaves out.
     :--shard I/N: Only part I of N of the problems, of about equal cost; `merge` joins the parts.
     :--html FILE: At the end, write the run's page to FILE.

@@ -14,8 +14,10 @@ from rich.text import Text
 from attnsweep.baselines.registry import backend_of
 from attnsweep.core.errors import errors_of
 from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import Value
 from attnsweep.core.trial import Status, Trial
 from attnsweep.family.family import BLOCK_LIMITS, Family, Param
+from attnsweep.family.params import text_of
 from attnsweep.reports.terminal import GLUE, aligned, broken, counted, wrap
 from attnsweep.specs.plan import PlannedProblem
 
@@ -90,8 +92,13 @@ def table(
 # -- run --dry-run --------------------------------------------------------------------------
 
 
-def planned(items: Sequence[PlannedProblem], limit: int | None, width: int) -> list[Text]:
-    """Per problem and family: number of configs and candidates, and what each rule removed."""
+def planned(
+    items: Sequence[PlannedProblem], limit: int | None, width: int, *, values: bool = False
+) -> list[Text]:
+    """Per problem and family: number of configs and candidates, and what each rule removed.
+
+    values: also those that each parameter has in candidates.
+    """
     rows, tails, total = [["kernel", "configs", "candidates"]], ["removed by"], 0
     problems, styles = [], []
     for item in items:
@@ -112,6 +119,14 @@ def planned(items: Sequence[PlannedProblem], limit: int | None, width: int) -> l
     out = _grouped(problems, blocks, width, styles)
     out += said(f"{counted(total, 'candidate')}; nothing was compiled", width)
     every = [space for item in items for space in item.spaces]
+    if values:
+        of_params: dict[str, dict[str, dict[Value, None]]] = {}
+        for space, config in ((s, c) for s in every for c in s.configs[:limit]):
+            for name, value in config.items():
+                of_params.setdefault(space.kernel.name, {}).setdefault(name, {})[value] = None
+        for kernel_name, params in of_params.items():
+            told = (f"{name} {', '.join(map(text_of, own))}" for name, own in params.items())
+            out += said(f"{kernel_name}: {' · '.join(told)}", width)
     broken = {(s.kernel.name, rule) for s in every for rule, n in s.removed.items() if n}
     for name, kernel in {space.kernel.name: space.kernel for space in every}.items():
         for rule, (description, _) in kernel.rules.items():

@@ -154,7 +154,7 @@ def plan_facts(planned: Sequence[PlannedProblem], cap: int | None = None) -> lis
             "kernel": space.kernel.name,
             "configs": space.total,
             "candidates": len(space.configs[:cap]),
-            "removed": space.removed,
+            "removed": {rule: n for rule, n in space.removed.items() if n},
         }
         | ({"serves": space.kernel.served_text} if space.kernel.served_text else {})
         for item in planned

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -192,5 +193,10 @@ def test_the_command_counts_the_configs_of_a_call(place, attnsweep):
     assert "tuned_attention 4 2 prune_configs_by 2" in " ".join(done.stdout.split())
     wide = attnsweep("tune", "--kernel", "tuned.py:attention", "--widen", *shape)
     assert "tuned_attention 20 12 prune_configs_by 8" in " ".join(wide.stdout.split())
+    assert "BLOCK" not in wide.stdout
+    told = attnsweep("-v", "tune", "--kernel", "tuned.py:attention", "--widen", *shape).stdout
+    assert "\ntuned_attention: BLOCK 16, 32, 64 · num_warps 1, 2, 4, 8\n" in told
+    (facts,) = json.loads(attnsweep("tune", "--kernel", "tuned.py:attention", "--widen", *shape, "--json").stdout)
+    assert facts["removed"] == {"prune_configs_by": 8}  # not the rules that removed none
     none = attnsweep("tune", "--widen", *shape)
     assert (none.returncode, "--kernel FILE.py:FUNCTION" in none.stderr) == (2, True)
