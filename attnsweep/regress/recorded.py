@@ -31,6 +31,7 @@ from attnsweep.regress.verdicts import (
     other_machine,
     other_protocol,
 )
+from attnsweep.reports.compare import config_changes
 from attnsweep.reports.sections import Section, sections_of
 from attnsweep.store.run import Run
 
@@ -240,5 +241,6 @@ def _changed(old: Row, new: Row) -> str:
     """A clause that another candidate wins now, or nothing."""
     if (old["kernel"], old["config"]) == (new["kernel"], new["config"]):
         return ""
-    names = [f"{row['kernel']} {row['config']}".strip() for row in (old, new)]
-    return f"; the best was {names[0]}, is {names[1]}"
+    first, second = ({"kernel": row["kernel"], "config": row.facts.config} for row in (old, new))
+    changes = config_changes({"first": first, "second": second})
+    return f"; the best candidate changed: {', '.join(changes)}"

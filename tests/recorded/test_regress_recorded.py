@@ -33,6 +33,22 @@ def judged(old, new, slower=0.03):
     return finding
 
 
+@pytest.mark.parametrize(
+    ("now", "says"),
+    [
+        (candidate("flash", 22.0, M=128, N=64, K=1), "M 64 → 128"),
+        (candidate("tiles", 22.0, M=64), "flash → tiles M=64"),
+        (candidate("flash", 22.0, M=64, N=64, K=1), ""),
+    ],
+)
+def test_another_winner_is_told_by_what_changed(now, says):
+    """Both configs stood there whole, of 20 parameters each."""
+    before = run(candidate("flash", 20.0, M=64, N=64, K=1), baseline("torch_cudnn", 30.0))
+    finding = judged(before, run(now, baseline("torch_cudnn", 30.0)))
+    assert finding.verdict is Verdict.REGRESSION
+    assert finding.why.partition("; the best candidate changed: ")[2] == says
+
+
 def wide(row, share):
     """The same row with rounds that scatter by this share."""
     middle = row.time_us.median
