@@ -14,7 +14,25 @@ needs is in `__all__`, which `__init__.pyi` lists; a name is imported when it is
 `import attnsweep` costs nothing. Other modules may change in any release.
 """
 
+from typing import Any
+
 import lazy_loader
 
 __version__ = "0.1.0"
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_attached, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_OF_PACKAGES = {
+    "counters": "attention_counters",
+    "explain": "explain_attention",
+    "register": "register_attention",
+}
+"""Names that exported packages have for functions of ours."""
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        return _attached(name)
+    except AttributeError as error:
+        if (own := _OF_PACKAGES.get(name)) is None:
+            raise
+        what = f"attnsweep has no {name}, which exported packages have; its name here is {own}"
+        raise AttributeError(what) from error

@@ -40,6 +40,16 @@ def test_a_public_name_imports_and_says_what_it_is(name):
         assert value.__doc__
 
 
+@pytest.mark.parametrize("name", ["explain", "counters", "register"])
+def test_the_name_that_an_exported_package_has_leads_to_ours(name):
+    assert f'"{name}",' in (PACKAGE / "serve/runtime/package.py").read_text()
+    with pytest.raises(AttributeError, match=f"no {name}, .* its name here is (.*)") as raised:
+        getattr(attnsweep, name)
+    assert str(raised.value).split()[-1] in attnsweep.__all__
+    with pytest.raises(AttributeError, match="attnsweep attribute absent"):
+        _ = attnsweep.absent
+
+
 def test_the_stub_lists_what_it_imports():
     tree = ast.parse((PACKAGE / "__init__.pyi").read_text())
     imported = [a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
