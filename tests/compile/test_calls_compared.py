@@ -44,7 +44,8 @@ def compared(place, attnsweep, monkeypatch):
     """The command's end, for a file that is changed so, and what the GPU was asked."""
 
     def compared(*arguments, changed=("", ""), old=20.0, new=20.0, faults=()):
-        gpu = FakeGpu({"BLOCK=64": 20.0, "old": old, "new": new}, environment=TEST_GPU)
+        times = {"BLOCK=64": 20.0, "BLOKC=64": 20.0, "old": old, "new": new}
+        gpu = FakeGpu(times, environment=TEST_GPU)
         gpu.faults |= dict(faults)
         use_gpu(monkeypatch, gpu)
         (place / "tuned.py").write_text(LAUNCHERS.read_text().replace(*changed))
@@ -106,6 +107,9 @@ def test_files_of_the_old_version_are_named_by_its_revision(compared, tmp_path):
     assert said in done.stderr
     assert "(tuned.py@HEAD:" in junit.read_text()
     assert "attnsweep-old-" not in done.stdout + done.stderr + junit.read_text()
+    timed, _ = compared(*sides, *ASKED[:3], "--config", "BLOKC=64", changed=("BLOCK=32, **", "BLOKC, BLOCK=32, **"))
+    assert said in timed.stdout
+    assert "attnsweep-old-" not in timed.stdout + timed.stderr
     done, _ = compared("--old", "tuned.py@HEAD:gone", *sides[2:], *ASKED)
     assert "cannot import tuned.py@HEAD:gone: gone is not in it" in done.stderr
 
