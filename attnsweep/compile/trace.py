@@ -404,9 +404,14 @@ class _Begun:
             self._process, self._where = _started(()), self._here()
 
     def taken(self) -> Any:
-        """The process, which is the caller's now; None if it was not begun, or elsewhere."""
+        """The process, which is the caller's now; None if it was not begun, or elsewhere.
+
+        None too if it was killed meanwhile, as where memory was short.
+        """
         if self._process is None or self._where != self._here():
             return None
+        if (self._process.poll() or 0) < 0:
+            return self.end()
         process, self._process = self._process, None
         return process
 

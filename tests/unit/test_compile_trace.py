@@ -137,7 +137,7 @@ def test_what_is_begun_early_and_cannot_import_says_why(begun):
         _ = Tracer("mine.py:f", ARCHS["sm_90a"]).files
 
 
-@pytest.mark.parametrize("other", ["directory", "variable", "interpreter"])
+@pytest.mark.parametrize("other", ["directory", "variable", "interpreter", "killed"])
 def test_what_is_begun_early_elsewhere_is_for_none(begun, tmp_path, monkeypatch, other):
     started = begun("say(0, value={}); ask()")
     (tmp_path / "other").mkdir()
@@ -145,6 +145,9 @@ def test_what_is_begun_early_elsewhere_is_for_none(begun, tmp_path, monkeypatch,
         monkeypatch.chdir(tmp_path / "other")
     if other == "variable":
         monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    if other == "killed":
+        started[0][1].kill()
+        started[0][1].wait(10)
     tracer = Tracer("mine.py:f", ARCHS["sm_90a"], interpreted=other == "interpreter")
     assert tracer.files == {}
     assert [len(arguments) for arguments, _ in started] == [0, 4]
