@@ -71,7 +71,8 @@ threads = [threading.Thread(target=ask) for _ in range(6)]
 assert not errors, errors
 """
 RELOADED = """
-import importlib, sympy
+import importlib.util, sympy
+assert importlib.util.find_spec("torch._dynamo.source").origin.endswith("source.py")
 importlib.reload(sympy)
 assert isinstance(sympy.Symbol("x"), sympy.Basic)
 """

@@ -109,7 +109,9 @@ class _Executed:
         if target is not None:  # to be executed anew
             _execute(target)
         module = sys.modules.get(name)
-        return None if module is None or target is not None else ModuleSpec(name, _As(module))
+        if module is None or target is not None:
+            return None
+        return ModuleSpec(name, _As(module), origin=getattr(module.__spec__, "origin", None))
 
 
 class _As(Loader):
