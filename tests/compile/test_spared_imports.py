@@ -66,9 +66,10 @@ def ask():
         assert sympy.Symbol("x") in sympy.Basic(sympy.Symbol("x")).args
     except BaseException as error:
         errors.append(error)
+sys.path.insert(0, "mine")
 threads = [threading.Thread(target=ask) for _ in range(6)]
 [thread.start() for thread in threads], [thread.join() for thread in threads]
-assert not errors, errors
+assert not errors and sys.path[0] == "mine", (errors, sys.path)
 """
 RELOADED = """
 import importlib.util, sympy
@@ -85,6 +86,15 @@ for _ in range(2):
 del sys.modules["sympy.core"]
 assert isinstance(sympy.Symbol("x"), sympy.Basic)
 """
+SHADOWED = """
+import pathlib, tempfile
+with tempfile.TemporaryDirectory() as folder:
+    for name in ("profile", "cProfile", "mpmath"):
+        pathlib.Path(folder, f"{name}.py").write_text("raise RuntimeError(__file__)")
+    sys.path.insert(0, folder)
+    import torch._dynamo.source, sympy
+    assert sympy.Symbol("x") and sys.path[0] == folder
+"""
 NUMBERS = (True, False, 0, 1, 7, (), (1, 2), (1, 3), (1, 2, 3))
 
 
@@ -95,6 +105,7 @@ PROGRAMS = {
     "threads": THREADS,
     "reloaded": RELOADED,
     "failed": FAILED,
+    "a user's profile.py": SHADOWED,
 }
 
 

@@ -39,6 +39,7 @@ def import_all() -> None:
     from attnsweep.compile.traced import fake
 
     if os.environ.get("TRITON_INTERPRET") != "1":  # there calls run, those of torch.compile too
+        _path[:] = sys.path
         sys.meta_path.insert(0, _Executed)
         for name in _SPARED:
             with suppress(ImportError):  # another PyTorch has no such module
@@ -149,11 +150,15 @@ def _execute(module: ModuleType) -> None:
             module.__path__ = inside
         for name in _SPARED[module.__name__](module):
             vars(module).pop(name, None)
+        path, sys.path = sys.path, _path
         try:
             module.__spec__.loader.exec_module(module)
         except BaseException:
             module.__class__ = _Later
             raise
+        finally:
+            if path is not _path:  # or it was another thread that has put theirs aside
+                sys.path = path
         module.__class__ = ModuleType  # type: ignore[assignment]
 
 
@@ -232,6 +237,9 @@ _OF_NUMBERS: dict[str, Callable[..., Any] | None] = {
     "compute_unbacked_bindings free_unbacked_symbols": None,
 }
 
+_path: list[str] = []
+"""Where modules are found that the spared ones import: a profile.py beside the user's file is none,
+which torch._dynamo would execute by way of cProfile."""
 _DYNAMO, _NONE = "torch._dynamo", _Later("none")
 _SPARED: dict[str, Callable[[ModuleType], dict[str, Any]]] = {
     # Operations ask whether a value is one of these, which none is before they are executed.
