@@ -438,7 +438,9 @@ def begin(calls: Iterable[str]) -> Callable[[], None]:
 
     The next Tracer has it. Returns what ends it if none did.
     """
-    if not all(_seen(default_cache_dir() / "traced", call).exists() for call in calls):
+    folder = default_cache_dir() / "traced"
+    # Not Path.exists, which raises where the folder may not be looked into.
+    if not all(os.path.exists(_seen(folder, call)) for call in calls):
         _begun.begin()
     return _begun.end
 

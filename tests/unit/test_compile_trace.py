@@ -4,9 +4,11 @@ import hashlib
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
+from attnsweep.compile import trace
 from attnsweep.compile.trace import Tracer, begin
 from attnsweep.core.errors import CompilerLost, KernelError, ToolchainError
 from attnsweep.core.hardware import ARCHS
@@ -129,6 +131,11 @@ def test_what_is_begun_early_is_told_what_it_traces_and_begun_no_second_time(beg
     (tmp_path / "mine.py").write_text("f = None")
     begin(["mine.py:f"])
     assert len(started) == 2
+
+
+def test_it_is_begun_where_the_cache_may_not_be_looked_into(begun, monkeypatch):
+    monkeypatch.setattr(trace, "default_cache_dir", lambda: Path("x" * 300))  # an error other than that it is not there
+    assert len(begun("ask()")) == 1
 
 
 def test_what_is_begun_early_and_cannot_import_says_why(begun):
