@@ -95,6 +95,14 @@ with tempfile.TemporaryDirectory() as folder:
     import torch._dynamo.source, sympy
     assert sympy.Symbol("x") and sys.path[0] == folder
 """
+COMPILED = """
+import pytest
+with fake.no_card(ARCHS["sm_90a"]):
+    import torch._dynamo
+    with pytest.raises(fake.NoCard, match="torch.compile"):
+        torch._dynamo.optimize("eager")(lambda x: x + 1)(torch.empty(3, device="cuda"))
+torch.testing.assert_close(torch._dynamo.optimize("eager")(lambda x: x + 1)(torch.zeros(3)), torch.ones(3))
+"""
 NUMBERS = (True, False, 0, 1, 7, (), (1, 2), (1, 3), (1, 2, 3))
 
 
@@ -105,6 +113,7 @@ PROGRAMS = {
     "threads": THREADS,
     "reloaded": RELOADED,
     "failed": FAILED,
+    "compiled in a call": COMPILED,
     "a user's profile.py": SHADOWED,
 }
 

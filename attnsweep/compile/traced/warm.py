@@ -160,6 +160,12 @@ def _execute(module: ModuleType) -> None:
             if path is not _path:  # or it was another thread that has put theirs aside
                 sys.path = path
         module.__class__ = ModuleType  # type: ignore[assignment]
+        if module.__name__ == _DYNAMO:
+            after_dynamo()
+
+
+def after_dynamo() -> None:
+    """What is called when torch._dynamo was executed: another, while there is no card."""
 
 
 def _leave(name: str) -> None:
