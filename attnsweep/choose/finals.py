@@ -401,8 +401,12 @@ class Finals:
         last = {n: e.first + len(e.samples[self._kind]) for n, e in self._entries.items()}
         whole = [self._entries[n] for n, end in last.items() if end == max(last.values())]
         first = min((entry.first for entry in whole), default=0)
-        own = [entry.samples[self._kind] for entry in whole if entry.first == first]
-        return [1.0] * first + shared_pace(own)
+        begun = [e.samples[self._kind] for e in self._entries.values() if e.first == first]
+        counts = sorted(map(len, begun), reverse=True)
+        # All others of one that is alone in the last rounds have left: the pace is of theirs.
+        together = min(counts[:2], default=0)
+        pace = shared_pace([times[:together] for times in begun if len(times) >= together])
+        return [*[1.0] * first, *pace, *[1.0] * (max(counts, default=0) - together)]
 
     def _note(self, strays: Mapping[str, str], rounds: int) -> None:
         for number, differs in list(strays.items())[:1]:

@@ -404,9 +404,14 @@ class _Begun:
             self._process, self._where = _started(()), self._here()
 
     def taken(self) -> Any:
-        """The process, which is the caller's now; None if it was not begun, or elsewhere."""
+        """The process, which is the caller's now; None if it was not begun, or elsewhere.
+
+        None too if it was killed meanwhile, as where memory was short.
+        """
         if self._process is None or self._where != self._here():
             return None
+        if (self._process.poll() or 0) < 0:
+            return self.end()
         process, self._process = self._process, None
         return process
 
@@ -433,7 +438,9 @@ def begin(calls: Iterable[str]) -> Callable[[], None]:
 
     The next Tracer has it. Returns what ends it if none did.
     """
-    if not all(_seen(default_cache_dir() / "traced", call).exists() for call in calls):
+    folder = default_cache_dir() / "traced"
+    # Not Path.exists, which raises where the folder may not be looked into.
+    if not all(os.path.exists(_seen(folder, call)) for call in calls):
         _begun.begin()
     return _begun.end
 

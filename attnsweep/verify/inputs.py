@@ -174,6 +174,7 @@ def _of_lengths(case: Case, seed: int, cache_dtype: str | None) -> Mapping[str, 
         }
         of_q = of_heads["k_scale"].repeat(heads // problem.heads_kv, axis=1)[:, :, None, None]
         q = to_bits(from_bits(q, problem.dtype) / of_q, problem.dtype)
+        of_heads["k_scale"] *= _of_scale(problem)
         made |= {name: (each / _FULL_SCALE).astype(np.float32) for name, each in of_heads.items()}
     return made | {"q": harder(q, case) if case.inputs in _TIMES else q}
 
@@ -192,7 +193,7 @@ def _windows(problem: Problem, seed: int, cache_dtype: str | None = None) -> dic
         step = rows * shape[3] + 8 * (number + 1)
         size = math.prod(shape[2:]) + (shape[0] * shape[1] - 1) * step
         dtype: str = problem.dtype
-        times = _of_scale(problem)
+        times = np.float32(1) if cache_dtype else _of_scale(problem)
         if name != "q":
             dtype, times = cache_dtype or dtype, _FULL_SCALE if cache_dtype else np.float32(1)
         pool = np.empty(size, to_bits(np.empty(0), dtype).dtype)
@@ -234,7 +235,7 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
 
     Normal values of a dtype with scales are such that scales matter: see _as_in_models. With
     value_in_key, v is a part of k, so that k has what v has elsewhere. Beside a scale of the
-    problem's own, q is such that scores are what they are elsewhere: see _of_scale.
+    problem's own, q, or a k with scales, is such that scores are as elsewhere: see _of_scale.
     """
     problem = case.problem
     tied, of_v = problem.value_in_key, slice(problem.value_dim)
@@ -332,14 +333,18 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
         for x in (k, v):
             np.copyto(x, np.float32(np.nan), where=~_in_range(problem))
     if (times := _of_scale(problem)) != 1:
-        q = q * times
+        q, k = (q, k * times) if problem.scales else (q * times, k)
     return {"q": q, "k": k} | ({} if tied else {"v": v})
 
 
 def _of_scale(problem: Problem) -> np.float32:
-    """The power of two by which q grows for a problem's own scale; no rounding changes."""
+    """The power of two by which q, or a k with scales, grows for a problem's own scale.
+
+    No rounding changes. In fp16, a q of huge scores has room for no more octaves, and one beside
+    small keys for none.
+    """
     octaves = round(math.log2(problem.head_dim**-0.5 / problem.scale))
-    return np.float32(2.0 ** min(8, max(-8, octaves)))
+    return np.float32(2.0 ** min(7, max(-7, octaves)))
 
 
 def _at_ends(problem: Problem) -> npt.NDArray[np.bool_]:

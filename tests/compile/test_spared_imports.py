@@ -46,10 +46,79 @@ torch.testing.assert_close(torch.compile(lambda x: x + 1, backend="eager")(torch
 with fake.no_card(ARCHS["sm_90a"]):
     usual(torch.empty(1, 2, 8, 16, dtype=torch.bfloat16, device="cuda"))
 """
+HELD = """
+import sympy, torch.distributed.tensor as distributed, torch.utils._sympy.functions as functions
+held = sympy.Basic, distributed.DTensor, functions.Max
+assert not isinstance(1, held) and not issubclass(int, held) and not warm.used()
+def of_symbol(symbol: int | sympy.Basic) -> None | sympy.Basic: ...
+class Own(held[0]): ...
+x = sympy.Symbol("x")
+assert isinstance(x, held) and isinstance(Own(x), sympy.Basic) and isinstance(functions.Max(x, 1), held[2])
+assert issubclass(held[1], torch.Tensor) and held[1].from_local and held[0](x).args == (x,)
+"""
+THREADS = """
+import threading
+errors = []
+def ask():
+    try:
+        import sympy
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+        assert sympy.Symbol("x") in sympy.Basic(sympy.Symbol("x")).args
+    except BaseException as error:
+        errors.append(error)
+sys.path.insert(0, "mine")
+threads = [threading.Thread(target=ask) for _ in range(6)]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+assert not errors and sys.path[0] == "mine", (errors, sys.path)
+"""
+RELOADED = """
+import importlib.util, sympy
+assert importlib.util.find_spec("torch._dynamo.source").origin.endswith("source.py")
+importlib.reload(sympy)
+assert isinstance(sympy.Symbol("x"), sympy.Basic)
+"""
+FAILED = """
+import pytest, sympy
+sys.modules["sympy.core"] = None
+for _ in range(2):
+    with pytest.raises(ImportError):
+        sympy.Symbol
+del sys.modules["sympy.core"]
+assert isinstance(sympy.Symbol("x"), sympy.Basic)
+"""
+SHADOWED = """
+import pathlib, tempfile
+with tempfile.TemporaryDirectory() as folder:
+    for name in ("profile", "cProfile", "mpmath"):
+        pathlib.Path(folder, f"{name}.py").write_text("raise RuntimeError(__file__)")
+    sys.path.insert(0, folder)
+    import torch._dynamo.source, sympy
+    assert sympy.Symbol("x") and sys.path[0] == folder
+"""
+COMPILED = """
+import pytest
+with fake.no_card(ARCHS["sm_90a"]):
+    import torch._dynamo
+    with pytest.raises(fake.NoCard, match="torch.compile"):
+        torch._dynamo.optimize("eager")(lambda x: x + 1)(torch.empty(3, device="cuda"))
+torch.testing.assert_close(torch._dynamo.optimize("eager")(lambda x: x + 1)(torch.zeros(3)), torch.ones(3))
+"""
 NUMBERS = (True, False, 0, 1, 7, (), (1, 2), (1, 3), (1, 2, 3))
 
 
-@pytest.mark.parametrize("program", [USUAL + WHOLE, WHOLE], ids=["usual first", "whole"])
+PROGRAMS = {
+    "usual first": USUAL + WHOLE,
+    "whole": WHOLE,
+    "held before": HELD,
+    "threads": THREADS,
+    "reloaded": RELOADED,
+    "failed": FAILED,
+    "compiled in a call": COMPILED,
+    "a user's profile.py": SHADOWED,
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_usual_launchers_execute_none_and_others_the_whole_module(program):
     done = subprocess.run([sys.executable, "-c", BEGIN + program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

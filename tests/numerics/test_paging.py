@@ -163,3 +163,17 @@ def test_one_long_request_among_short_ones_costs_no_keys_that_none_has(inputs, d
         kept = encoding.from_bits(made["k"], dtype)
         assert np.nanstd(kept) == pytest.approx(verify_inputs._FULL_SCALE, rel=0.05)
     assert q.std() == pytest.approx({"normal": 1, "huge_scores": 64}[inputs], rel=0.05)
+
+
+@pytest.mark.parametrize("many", [1, 2**29], ids=["windows", "drawn"])
+@pytest.mark.parametrize("inputs", ["normal", "large_scores", "huge_scores"])
+@pytest.mark.parametrize("scale", [2**-4.5, 1e-3, 1e-5, 64])
+@pytest.mark.parametrize("label", ["64x70,64) fp16 causal paged(16,e4m3,1x70+1x17+1x0)", "64x64,64) fp16 full"])
+def test_queries_of_fp16_have_room_for_a_scale_of_the_problems_own(label, scale, inputs, many, constants):
+    constants(verify_inputs, _MANY=many)
+    p = Problem.parse(f"(3,4/2,{label} scale({scale})")
+    made = make_inputs(Case(p, inputs), 7)
+    assert np.isfinite(encoding.from_bits(np.asarray(made["q"]), "fp16")).all()
+    if made.keys() & {"k_scale"}:
+        out, _ = by_loops(made, p)
+        np.testing.assert_allclose(oracle_of(p).exact(made, p)[0]["o"], out, rtol=0, atol=1e-12 * np.abs(out).max())

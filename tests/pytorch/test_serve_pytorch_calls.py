@@ -337,6 +337,27 @@ def test_a_place_that_gets_a_nested_tensor_ends_in_pytorchs_error(monkeypatch, p
             step(nested)
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"dropout_p": None}, {"dropout_p": []}, {"enable_gqa": 0}, {"enable_gqa": None}], ids=str
+)
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_place_refuses_what_pytorch_refuses_before_it_settled_and_after(monkeypatch, places, direct, wrong):
+    """What is false is no number, and not False."""
+    monkeypatch.setattr(places._operator, "_on_cuda", False)
+    monkeypatch.setattr(places._operator, "short_work", 1e9)
+    given, call = leaves(*tensors(seqlen=48)), attnsweep.attention if direct else F.scaled_dot_product_attention
+    raised = []
+    for number in range(Steps.WATCHED + 3):
+        try:
+            out = call(*given, **({} if 0 < number < Steps.WATCHED + 2 else wrong))
+            out.backward(torch.ones_like(out))
+        except TypeError as error:
+            raised.append((number, str(error)))
+    assert [number for number, _ in raised] == [0, Steps.WATCHED + 2]
+    with torch.no_grad(), pytest.raises(TypeError, match=next(iter(wrong))):
+        call(*given, **wrong)
+
+
 def test_a_call_that_no_frame_makes_has_no_place(monkeypatch, places):
     """As where C calls in a thread of its own."""
     monkeypatch.setattr(places, "_frame", lambda _: sys._getframe(10**6))

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 from fake_gpu import FakeGpu
+from hypothesis import given
+from hypothesis import strategies as st
 from samples import PROBLEM, built, candidate, once
 
 from attnsweep.choose.finals import Finals
@@ -135,6 +137,55 @@ def test_what_slows_all_rounds_alike_is_no_reason_to_time_a_baseline_again():
     card = Capped({**OURS_THREE, "torch_cudnn": 12.0})
     assert finals(card, [10.0, 10.5, 11.0]).rows["torch_cudnn"].time_us.discarded == []
     assert card.taken["torch_cudnn"] == 1 + ROUNDS
+
+
+class Paced(Card):
+    """All entries of a round take what they usually do times a factor, in turn."""
+
+    def __init__(self, times, paces):
+        super().__init__(times)
+        self.paces, self.round = paces, 0
+
+    def conditions(self):
+        self.round += 1
+        return super().conditions()
+
+    def sample(self, name, kind):
+        return super().sample(name, kind) * self.paces[self.round % len(self.paces)]
+
+
+OTHERS = st.dictionaries(st.sampled_from(["torch_cudnn", "unfused", "b", "c"]), st.floats(8, 90), min_size=1)
+FACTORS = st.lists(st.sampled_from([1.0, 1.1, 1.3, 1.6, 0.8, 2.5]), min_size=1, max_size=40)
+
+
+@given(OTHERS, FACTORS)
+def test_what_all_rounds_share_makes_no_entry_noisy(others, paces):
+    done = finals(Paced({**OURS_THREE, **others}, paces), [10.0, 10.5, 11.0])
+    assert {name: (row.status, row.time_us.discarded) for name, row in done.rows.items()} == dict.fromkeys(
+        [0, 1, 2, *others], (Status.OK, [])
+    )
+
+
+def test_what_the_first_rounds_share_makes_no_entry_noisy_that_leaves_one_alone():
+    """The pace was that of the fastest alone, which is none: candidates without a sound row."""
+    card = Paced({"k 0": 16.0, "k 1": 22.0, "torch_math": 10.0, "cudnn": 90.0}, [1.0, 1.4, 1.3])
+    done = finals(card, [16.0, 22.0])
+    assert {name: len(row.time_us.rounds) for name, row in done.rows.items()} == {
+        0: 5,
+        1: 5,
+        "cudnn": 5,
+        "torch_math": ROUNDS,
+    }
+    assert [done.rows[name].status for name in (0, 1, "cudnn")] == [Status.OK] * 3
+    assert rank(list(done.rows.values()), None).query("winner")["config"].tolist() == ["A=0"]
+
+
+@given(OTHERS, st.lists(FACTORS, min_size=4, max_size=4), st.sampled_from([OURS_THREE, {"k 0": 10.0}, {}]))
+def test_whatever_noise_entries_have_each_has_a_row(others, noise, ours):
+    done = finals(Card({**ours, **others}, **dict(zip(others, noise, strict=False))), [*ours.values()])
+    assert done.rows.keys() == {*range(len(ours)), *others}
+    assert all(row.status in (Status.OK, Status.NOISY) and row.time_us.rounds for row in done.rows.values())
+    assert len(rank(list(done.rows.values()), None)) == len(done.rows)
 
 
 def test_the_fastest_baseline_stays_in_the_rounds_however_slow_it_is():

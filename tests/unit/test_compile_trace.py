@@ -4,9 +4,11 @@ import hashlib
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
+from attnsweep.compile import trace
 from attnsweep.compile.trace import Tracer, begin
 from attnsweep.core.errors import CompilerLost, KernelError, ToolchainError
 from attnsweep.core.hardware import ARCHS
@@ -131,13 +133,18 @@ def test_what_is_begun_early_is_told_what_it_traces_and_begun_no_second_time(beg
     assert len(started) == 2
 
 
+def test_it_is_begun_where_the_cache_may_not_be_looked_into(begun, monkeypatch):
+    monkeypatch.setattr(trace, "default_cache_dir", lambda: Path("x" * 300))  # an error other than that it is not there
+    assert len(begun("ask()")) == 1
+
+
 def test_what_is_begun_early_and_cannot_import_says_why(begun):
     begun("say(0, failed='tracing needs triton, which is not installed'); sys.exit(1)")[0][1].wait(10)
     with pytest.raises(KernelError, match="tracing needs triton"):
         _ = Tracer("mine.py:f", ARCHS["sm_90a"]).files
 
 
-@pytest.mark.parametrize("other", ["directory", "variable", "interpreter"])
+@pytest.mark.parametrize("other", ["directory", "variable", "interpreter", "killed"])
 def test_what_is_begun_early_elsewhere_is_for_none(begun, tmp_path, monkeypatch, other):
     started = begun("say(0, value={}); ask()")
     (tmp_path / "other").mkdir()
@@ -145,6 +152,9 @@ def test_what_is_begun_early_elsewhere_is_for_none(begun, tmp_path, monkeypatch,
         monkeypatch.chdir(tmp_path / "other")
     if other == "variable":
         monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    if other == "killed":
+        started[0][1].kill()
+        started[0][1].wait(10)
     tracer = Tracer("mine.py:f", ARCHS["sm_90a"], interpreted=other == "interpreter")
     assert tracer.files == {}
     assert [len(arguments) for arguments, _ in started] == [0, 4]

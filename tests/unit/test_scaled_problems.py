@@ -76,7 +76,7 @@ def test_scores_are_as_large_as_with_the_usual_one(scale):
         own = replace(case, problem=replace(case.problem, scores=Scores(scale=scale)))
         before, after = make_inputs(case, 3), make_inputs(own, 3)
         q, other = (from_bits(each["q"], "bf16").astype(float) for each in (before, after))
-        octaves = min(8, max(-8, round(math.log2(0.125 / scale))))
+        octaves = min(7, max(-7, round(math.log2(0.125 / scale))))
         assert (other == q * 2.0**octaves).all()
         assert all((before[name] == after[name]).all() for name in before if name != "q")
 

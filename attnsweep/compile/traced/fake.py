@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attnsweep.compile.traced import warm
 from attnsweep.core.hardware import ARCHS, Arch
 from attnsweep.core.problem import Problem
 from attnsweep.core.user_code import type_of
@@ -169,9 +171,9 @@ def no_card(arch: Arch, *, real: bool = False) -> Iterator[None]:
         stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context"))
         if not real:
             stack.enter_context(mock.patch.object(torch, "compile", _compiles))
-            if dynamo := sys.modules.get("torch._dynamo.convert_frame"):
-                called = mock.patch.object(dynamo.CatchErrorsWrapper, "__call__", _compiles)
-                stack.enter_context(called)
+            of_compiled = partial(_compile_nothing, stack)
+            of_compiled()
+            stack.enter_context(mock.patch.object(warm, "after_dynamo", of_compiled))
             stack.enter_context(mock.patch.object(FakeTensor, "__dlpack__", _exported))
             on_host = mock.patch.object(FakeTensor, "__dlpack_device__", return_value=_HOST)
             stack.enter_context(on_host)
@@ -197,6 +199,12 @@ class _Facts(SimpleNamespace):
         if name.startswith("__"):
             raise AttributeError(name)
         raise NoCard(f"{name} of a card, or of a stream, is known on a card alone")
+
+
+def _compile_nothing(stack: ExitStack) -> None:
+    """Patch what functions call that torch.compile has made, if its modules are there."""
+    if dynamo := sys.modules.get("torch._dynamo.convert_frame"):
+        stack.enter_context(mock.patch.object(dynamo.CatchErrorsWrapper, "__call__", _compiles))
 
 
 def _compiles(*_: Any, **__: Any) -> Any:

@@ -8,6 +8,7 @@ them here: a PyTorch whose tensors ask for more is slower by that, and no worse.
 from __future__ import annotations
 
 import importlib
+import importlib._bootstrap
 import importlib.util
 import os
 import sys
@@ -38,6 +39,7 @@ def import_all() -> None:
     from attnsweep.compile.traced import fake
 
     if os.environ.get("TRITON_INTERPRET") != "1":  # there calls run, those of torch.compile too
+        _path[:] = sys.path
         sys.meta_path.insert(0, _Executed)
         for name in _SPARED:
             with suppress(ImportError):  # another PyTorch has no such module
@@ -55,17 +57,62 @@ class _Later(ModuleType):
         if name == "__path__" and _inside(self) is None:
             raise AttributeError(name)
         _execute(self)
+        if isinstance(self, _Later):  # this thread executes it
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r} yet")
         return getattr(self, name)
+
+
+class _Executing(_Later):
+    """A module that is being executed: other threads wait for what it does not have yet."""
+
+
+class _Class:
+    """Stands for a class of a module, of which no value is before that is executed."""
+
+    def __init__(self, module: ModuleType, name: str) -> None:
+        self._module, self._name = module, name
+
+    def _own(self) -> Any:
+        _execute(self._module)
+        return getattr(self._module, self._name)
+
+    def _is(self, asked: Callable[[Any, Any], bool], value: Any) -> bool:
+        return not isinstance(self._module, _Later) and asked(value, self._own())
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return self._is(isinstance, value)
+
+    def __subclasscheck__(self, other: Any) -> bool:
+        return self._is(issubclass, other)
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self._own(),)
+
+    def __call__(self, *args: Any, **how: Any) -> Any:
+        return self._own()(*args, **how)
+
+    def __or__(self, other: Any) -> Any:
+        return self._own() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self._own()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own(), name)
 
 
 class _Executed:
     """Finds modules that are there: a package that is executed for one of its own imports it."""
 
     @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG004
+    def find_spec(name: str, path: object = None, target: Any = None) -> ModuleSpec | None:  # noqa: ARG004
         """What the import system asks with the path of the package, which executes that."""
+        if target is not None:  # to be executed anew
+            _execute(target)
         module = sys.modules.get(name)
-        return None if module is None or target is not None else ModuleSpec(name, _As(module))
+        if module is None or target is not None:
+            return None
+        return ModuleSpec(name, _As(module), origin=getattr(module.__spec__, "origin", None))
 
 
 class _As(Loader):
@@ -91,13 +138,34 @@ def _inside(module: ModuleType) -> list[str] | None:
 
 def _execute(module: ModuleType) -> None:
     """Execute a module if it was left for later."""
-    if isinstance(module, _Later):
+    if not isinstance(module, _Later):
+        return
+    with importlib._bootstrap._ModuleLockManager(module.__name__):  # type: ignore[attr-defined]
+        if type(module) is not _Later:  # by another thread, or this one executes it
+            return
         assert module.__spec__ is not None
         assert module.__spec__.loader is not None
-        module.__class__ = ModuleType  # type: ignore[assignment]
+        module.__class__ = _Executing
         if (inside := _inside(module)) is not None:
             module.__path__ = inside
-        module.__spec__.loader.exec_module(module)
+        for name in _SPARED[module.__name__](module):
+            vars(module).pop(name, None)
+        path, sys.path = sys.path, _path
+        try:
+            module.__spec__.loader.exec_module(module)
+        except BaseException:
+            module.__class__ = _Later
+            raise
+        finally:
+            if path is not _path:  # or it was another thread that has put theirs aside
+                sys.path = path
+        module.__class__ = ModuleType  # type: ignore[assignment]
+        if module.__name__ == _DYNAMO:
+            after_dynamo()
+
+
+def after_dynamo() -> None:
+    """What is called when torch._dynamo was executed: another, while there is no card."""
 
 
 def _leave(name: str) -> None:
@@ -175,13 +243,16 @@ _OF_NUMBERS: dict[str, Callable[..., Any] | None] = {
     "compute_unbacked_bindings free_unbacked_symbols": None,
 }
 
+_path: list[str] = []
+"""Where modules are found that the spared ones import: a profile.py beside the user's file is none,
+which torch._dynamo would execute by way of cProfile."""
 _DYNAMO, _NONE = "torch._dynamo", _Later("none")
 _SPARED: dict[str, Callable[[ModuleType], dict[str, Any]]] = {
     # Operations ask whether a value is one of these, which none is before they are executed.
-    "sympy": lambda _: {"Basic": type("Basic", (), {})},
-    "torch.distributed.tensor": lambda _: {"DTensor": type("DTensor", (), {})},
+    "sympy": lambda module: {"Basic": _Class(module, "Basic")},
+    "torch.distributed.tensor": lambda module: {"DTensor": _Class(module, "DTensor")},
     "torch.fx.experimental.symbolic_shapes": _of_sizes,
-    "torch.utils._sympy.functions": lambda module: {"Max": _standing_in(module, "Max")},
+    "torch.utils._sympy.functions": lambda module: {"Max": _Class(module, "Max")},
     _DYNAMO: lambda _: {"disable": _disable},
 }
 """What stands in for each module."""

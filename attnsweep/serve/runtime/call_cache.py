@@ -178,7 +178,7 @@ class ShortSteps:
                 and alike(query, key, value)
                 and not (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15
             ):
-                masks = (None, dropout_p or -0.0, is_causal)
+                masks = (None, -0.0 if dropout_p == 0.0 else dropout_p, is_causal)
                 out = sdpa(query, key, value, *masks, scale=scale, enable_gqa=enable_gqa)
                 known = backend is None or type(out.grad_fn) is backend
                 return out if known else watched(out, query, key, value)

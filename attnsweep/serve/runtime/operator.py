@@ -202,7 +202,7 @@ class Operator:
             and not (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15
             and not transformed()
         ):
-            masks = (None, dropout_p or -0.0, is_causal)
+            masks = (None, -0.0 if dropout_p == 0.0 else dropout_p, is_causal)
             out = sdpa(query, key, value, *masks, scale=scale, enable_gqa=enable_gqa)
             return watched(out, query, key, value, steps)
         how: Any = (None, dropout_p, is_causal)

@@ -321,8 +321,8 @@ class _Routed(PatchedAttention):
                         and _routing.on
                     ):
                         _counts[_SHORT] += 1
-                        dropout_p = dropout_p or -0.0  # as `attend` does
-                        if scale is None and not enable_gqa:  # names take PyTorch 0.2 us to read
+                        dropout_p = -0.0 if dropout_p == 0.0 else dropout_p  # as `attend` does
+                        if scale is None and enable_gqa is False:  # names take PyTorch 0.2 us
                             out = sdpa(query, key, value, None, dropout_p, is_causal)
                         else:
                             names = {"scale": scale, "enable_gqa": enable_gqa}

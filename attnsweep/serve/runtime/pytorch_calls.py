@@ -116,7 +116,7 @@ def attend(
     ones before.
     """
     if attn_mask is None and not _is_compiling() and _is_right(query, key, value):
-        if scale is None and not enable_gqa:
+        if scale is None and enable_gqa is False:
             return sdpa(query, key, value, None, dropout_p, is_causal)
         masks = (None, dropout_p, is_causal)
         return sdpa(query, key, value, *masks, scale=scale, enable_gqa=enable_gqa)
@@ -154,7 +154,7 @@ def attend(
         out = sdpa(query, key, value, attn_mask, dropout_p, is_causal, **how)
         return connected(out, query, key, value) if grad else out
     # The bytes of -0.0 find plans that calls outside this module neither made nor meet.
-    masks = (attn_mask, dropout_p if traced else dropout_p or -0.0, is_causal)
+    masks = (attn_mask, dropout_p if traced or dropout_p != 0.0 else -0.0, is_causal)
     apart = nan_prone(key, is_causal and attn_mask is None)
     with _without_cudnn() if apart else nullcontext():
         out = sdpa(query, key, value, *masks, **how)
