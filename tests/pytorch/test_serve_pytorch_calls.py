@@ -338,7 +338,16 @@ def test_a_place_that_gets_a_nested_tensor_ends_in_pytorchs_error(monkeypatch, p
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"dropout_p": None}, {"dropout_p": []}, {"enable_gqa": 0}, {"enable_gqa": None}], ids=str
+    "wrong",
+    [
+        {"dropout_p": None},
+        {"dropout_p": []},
+        {"enable_gqa": 0},
+        {"enable_gqa": None},
+        {"is_causal": None},
+        {"is_causal": 0},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_place_refuses_what_pytorch_refuses_before_it_settled_and_after(monkeypatch, places, direct, wrong):

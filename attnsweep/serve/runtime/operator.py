@@ -144,7 +144,7 @@ class Operator:
         known to be faster, goes to PyTorch's own attention; `explain` says why. The others are as
         the package's `attention` has them.
         """
-        is_causal = is_causal or causal
+        is_causal = True if causal else is_causal  # PyTorch refuses what is no bool
         if not (window is causal_offset is key_lengths is softcap is sinks is None):
             given = (*self.cast(query, key, value), attn_mask, dropout_p, is_causal, scale)
             limits = (window, causal_offset, key_lengths)

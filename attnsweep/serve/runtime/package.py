@@ -75,7 +75,7 @@ def attention(
     value's may be another; any strides with contiguous head_dim. causal: another name of is_causal.
     `explain` says which kernel a call gets.
     """
-    is_causal = is_causal or causal
+    is_causal = True if causal else is_causal
     if cache and window is causal_offset is key_lengths is softcap is sinks is None:
         return _operator.attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
