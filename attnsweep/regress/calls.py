@@ -29,7 +29,7 @@ from attnsweep.specs.yaml_file import Document
 
 _OLD = "--old FILE.py@REV:FUNCTION"
 _TREE = "attnsweep-old-"
-# Of any check: what an earlier one said of the same files is in the cache.
+# Such a folder of any check: the cache may hold what an earlier one said of the same files.
 _IN_TREE = re.compile(rf"[\w./-]*{_TREE}\w+/([\w./-]+\.py)")
 
 

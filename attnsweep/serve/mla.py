@@ -136,6 +136,7 @@ def mla_plan(cache_seqlens: torch.Tensor, rows: int) -> MlaPlan | None:
 def _of_plan(batch: int, rows: int, device: torch.device) -> tuple[BoundLaunches, _Maker, _Maker]:
     """The launch of a plan, and what makes the tensors that it writes."""
     index = device.index or 0
+    # The plan of a joined config also clears counters, which are kept at 0 here: see Kept.
     config = Config({**_CONFIG, **_IN_PARTS, "JOIN": 0, "LSE": 0})
     problem = _problem(batch, rows, 1, 1, "bf16", causal=True)
     kernel = _kernels(problem, config, index)["plan"]

@@ -186,7 +186,7 @@ def understood(
 
 
 def check_whole(name: str, tensor: Any, dims: int) -> None:
-    """Raise TypeError or ValueError for what is no int32 tensor of so many dimensions."""
+    """Raise TypeError or ValueError unless this is an int32 tensor of `dims` dimensions."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is {type(tensor).__name__}, not an int32 tensor")
     if tensor.dtype != torch.int32:

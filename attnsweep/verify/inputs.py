@@ -193,9 +193,11 @@ def _windows(problem: Problem, seed: int, cache_dtype: str | None = None) -> dic
         step = rows * shape[3] + 8 * (number + 1)
         size = math.prod(shape[2:]) + (shape[0] * shape[1] - 1) * step
         dtype: str = problem.dtype
-        times = np.float32(1) if cache_dtype else _of_scale(problem)
-        if name != "q":
-            dtype, times = cache_dtype or dtype, _FULL_SCALE if cache_dtype else np.float32(1)
+        if name == "q":
+            times = np.float32(1) if cache_dtype else _of_scale(problem)
+        else:
+            dtype = cache_dtype or dtype
+            times = _FULL_SCALE if cache_dtype else np.float32(1)
         pool = np.empty(size, to_bits(np.empty(0), dtype).dtype)
 
         def one(

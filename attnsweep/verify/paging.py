@@ -71,7 +71,7 @@ def _gather(
     assert isinstance(layout, Paged)
     slots = pages if layout.order == "nhd" else pages.swapaxes(1, 2)
     table, lengths = np.asarray(inputs["block_table"]), np.asarray(inputs["seqused_k"])
-    # Of values of a cache in FP8, there are 256.
+    # An FP8 cache holds 256 different values at most, which a table decodes.
     every = None if (stored := layout.cache_dtype) is None else _in_dtype(stored, problem.dtype)
     made: npt.NDArray[Any] = np.zeros(shape, pages.dtype if every is None else every.dtype)
     for item, length in enumerate(lengths):

@@ -148,7 +148,7 @@ def exact_rows(
     with_bias = problem.scores.bias is not None
 
     def one(batch: int, head_kv: int) -> None:
-        # Of a long request among short ones, the others have few keys.
+        # Only the keys that the item has: in a batch with one long request, the others have few.
         first, end = (0, problem.seqlen_k) if with_bias else problem.key_ranges[batch]
         keys = slice(min(first, problem.seqlen_k - 1), max(end, first + 1))
         k, v = (

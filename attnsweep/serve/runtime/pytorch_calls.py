@@ -481,7 +481,7 @@ class Steps:
     def asked(self) -> type | None:
         """The backend that outputs of a settled step must have; None if it is cuDNN.
 
-        What cuDNN reads rightly, others do, and asking takes as long as four other questions.
+        Others read rightly whatever cuDNN does, and asking costs the host of each step.
         """
         by_cudnn = self.backend is not None and self.backend.__name__ == _OF_CUDNN
         return None if by_cudnn else self.backend
